@@ -5,7 +5,7 @@ dist=$(cd "$1" && pwd)
 python=${2:-python3}
 here=$(cd "$(dirname "$0")" && pwd)
 room=$(mktemp -d)
-trap 'jobs -p | xargs -r kill 2> /dev/null; wait; rm -rf "$room"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait; rm -rf "$room"' EXIT
 export HOME=$room/home
 mkdir "$HOME"
 version=$(cd "$here/.." && sed -n 's/^__version__ = "\(.*\)"/\1/p' hetlb/__init__.py)

@@ -51,6 +51,8 @@ def read_bytes(path: Path, error: type[InputError], most_bytes: int = MAX_BYTES)
     """Read a file. Raises `error` if it is unreadable or too large."""
     try:
         return content(path, most_bytes)
+    except FileNotFoundError as caught:
+        raise error(f"{path}: no such file") from caught
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {caught.strerror}") from caught
 

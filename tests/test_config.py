@@ -145,7 +145,7 @@ def test_no_instance_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no-such-file\.yaml: expected a readable file: No such file"):
+    with pytest.raises(InputError, match=r"no-such-file\.yaml: no such file"):
         load_fleet(tmp_path / "no-such-file.yaml")
 
 

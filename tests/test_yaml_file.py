@@ -160,7 +160,7 @@ def test_anchors_and_merged_keys(tmp_path: Path) -> None:
         (f"items: {['x' * 1000] * 1000}", "items[0]: expected a mapping of keys, got 'xxxxxx"),
         ('"a\\nb": 1', "a\\nb: unknown key"),
         ("- 1", "the file: expected a mapping of keys, got [1]"),
-        ("", "the file: expected a mapping of keys, got None"),
+        ("", "the file: expected a mapping of keys, got an empty file"),
         ("a: \x07", "expected valid YAML:"),
     ],
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,15 +13,16 @@ from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from hetlb.addresses import is_loopback
+from hetlb.balancer.admin.causes import KEY_ADVICE, LEAST_KV_TOKENS
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
-from hetlb.balancer.engines.engine_tables import VLLM
+from hetlb.balancer.engines.engine_mistakes import next_step, small_cache, without_load
+from hetlb.balancer.engines.scrape import UNKNOWN_PATH
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.balancer.fleet.source import Found, Source
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,
-    NOT_YET_ADVICE,
     Check,
     checked,
     is_own_address,
@@ -41,8 +41,6 @@ from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of, visib
 from hetlb.tasks import ended
 from hetlb.tools.tables import Console
 
-#: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
-OLDEST_VERSION: Final = (0, 8)
 #: Largest difference of clocks, in seconds: beyond, logs and certificates mislead.
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
@@ -50,27 +48,6 @@ _FULL_KV_SHARE: Final = 0.8
 #: Factor between steps by the profiles of one model beyond which one is wrong: GPUs' bandwidths differ by 25.
 _OTHER_STEP_FACTOR: Final = 40
 _DEFAULT_FILE: Final = Path("fleet.yaml")
-#: Next steps if a server does not answer, by words of the error; the last one for all else.
-_NEXT_STEPS: Final = (
-    ("expired", "renew its certificate"),
-    ("not yet valid", NOT_YET_ADVICE),
-    ("is not valid for", "use a name that stands in the certificate"),
-    ("certificate", "set ca_file of the instance to the authority that signed it"),
-    ("name|address associated|domain", "correct the host: this machine finds no such name"),
-    ("timeout", "look for a firewall, or for a server that hangs"),
-    ("not HTTP", "correct the port, it is of another program: `vllm serve` prints its own when it starts"),
-    ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
-    ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
-)
-_GATED: Final = (
-    "an engine asks for no key there: correct the address, or let /health pass what is in front of it"
-)
-#: Next steps by the status of `/health`.
-_HEALTH_STEPS: Final = {
-    401: _GATED,
-    403: _GATED,
-    503: "wait until it has loaded its model, or look at its log",
-}
 #: Seconds for a source of instances to report all it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
@@ -125,7 +102,8 @@ async def examine(fleet: Fleet) -> list[Check]:
         url: {} if engine.authorization is None else {"Authorization": engine.authorization.decode("ascii")}
         for url, engine in engines.items()
     }
-    facts = await ask_engines(headers, {url: engine.tls for url, engine in engines.items()})
+    tls = {url: engine.tls for url, engine in engines.items()}
+    facts = await ask_engines(headers, tls, fleet.file.scrape.timeout_s)
     profiles = profiles_of(fleet)
     several = dict(zip(specs, await asyncio.gather(*map(several_addresses, specs)), strict=True))
     servers = [
@@ -171,13 +149,14 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     spec, facts = seen.spec, seen.facts
 
     def check(name: str, ok: bool, found: str, advice: str) -> Check:
-        return checked(f"{name} of {spec.name}", ok, found, advice)
+        return checked(f"{name}{'' if name.endswith(' to') else ' of'} {spec.name}", ok, found, advice)
 
     if wrong := _wrong_address(seen):
         yield check("address", False, f"{spec.url}: {wrong[0]}", wrong[1])
         return
-    advice = _HEALTH_STEPS.get(facts.health, "look at its log")
-    yield check("address", facts.health == 200, f"{spec.url}: /health answers {facts.health}", advice)
+    said = f"/health answers {facts.health}"
+    by_models = facts.health in UNKNOWN_PATH and bool(facts.entries)  # Ollama, LM Studio
+    yield check("address", facts.health == 200 or by_models, f"{spec.url}: {said}", _step(said))
     if facts.health >= 500 and facts.models_status >= 500:
         return
     if facts.sample is not None and facts.sample.asleep:
@@ -188,14 +167,14 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = f"state the `--max-num-seqs` of its `vllm serve` (without it: {usual}) as max_num_seqs"
         yield check("slots", False, slots, advice)
     if facts.models_status in (401, 403):
-        advice = "set api_key_env or api_key_file of the instance or model to its `vllm serve --api-key`"
-        yield check("key", False, f"/v1/models answers {facts.models_status}", advice)
+        advice = _lowered(KEY_ADVICE)
+        yield check("key", False, f"it refuses hetlb's key ({facts.models_status} at /v1/models)", advice)
         return
     yield check("key", True, "accepted" if facts.models_status == 200 else "none asked for", "")
     wanted = spec.model
     serves = bool(facts.entries) and (not wanted or wanted in facts.names)
-    advice = f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}"
-    served = f"serves {', '.join(facts.names) or 'nothing'}"
+    advice = f"correct the model's name, or start it with --served-model-name {wanted}"
+    served = f"serves {', '.join(facts.names) or 'nothing'}" + ("" if serves else f", not {wanted}")
     if facts.models_status != 200:
         served = f"/v1/models: status {facts.models_status or 'none'}"
         advice = "look at its log; hetlb needs OpenAI's API (`vllm serve`)"
@@ -219,13 +198,18 @@ def _of_engine(seen: Seen, check: Callable[[str, bool, str, str], Check]) -> Ite
     advice += " (llama.cpp: with --metrics); for an engine that has none state max_num_seqs"
     if facts.metrics_status in (401, 403):
         advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
-    yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
-    is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
-    old = is_vllm and (
-        facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST_VERSION)
-    )
-    advice = f"upgrade to {OLDEST_VERSION[0]}.{OLDEST_VERSION[1]} or later: older ones lack what hetlb reads"
-    yield check("version", not old, facts.title, advice)
+    sample = facts.sample if facts.table is not None else None
+    no_load = None if sample is None else without_load(sample)
+    if no_load is not None:
+        yield check("metrics", False, no_load[0], _lowered(no_load[1]))
+    else:
+        none = facts.metrics_status in UNKNOWN_PATH and seen.spec.slots_stated
+        yield check("metrics", facts.table is not None or none, _metrics(facts), advice)
+    tokens = None if sample is None else sample.capacity.kv_tokens_per_request
+    if (small := small_cache(tokens, facts.max_model_len, LEAST_KV_TOKENS)) is not None:
+        yield check("KV cache", False, small[0], _lowered(small[1]))
+    found, step = (facts.title, "") if facts.old is None or facts.coordinates else facts.old
+    yield check("version", not step, found, _lowered(step))
     skewed = abs(facts.skew_s) > MOST_SKEW_S
     skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
     advice = "synchronise the clocks (NTP): logs, traces and certificates go by them"
@@ -235,7 +219,7 @@ def _of_engine(seen: Seen, check: Callable[[str, bool, str, str], Check]) -> Ite
     if seen.several:
         behind = f"its name has {len(seen.several)} addresses: {', '.join(seen.several[:3])}"
         advice = "a connection goes to any of them: name each engine, or let `discovery.dns` find them"
-    yield check("directness", not behind, behind or "no proxy in front", advice)
+    yield check("direct way to", not behind, behind or "no proxy in between", advice)
 
 
 def _wrong_address(seen: Seen) -> tuple[str, str] | None:
@@ -255,11 +239,21 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         return None
     if facts.other_url and "certificate" not in facts.trouble:
         return f"{facts.trouble}, but it answers at {facts.other_url}", f"write url: {facts.other_url}"
-    advice = next(step for word, step in _NEXT_STEPS if re.search(word, facts.trouble))
+    advice = _step(facts.trouble)
     host = urlsplit(seen.spec.url).hostname or ""
     if "refused" in facts.trouble and (is_loopback(host) or host in ANY_HOSTS):
         advice += f"; in a container or on another machine {host} leads elsewhere"
     return facts.trouble, advice
+
+
+def _lowered(step: str) -> str:
+    """Return a sentence of `hetlb status` as the end of a line."""
+    return step[:1].lower() + step[1:].removesuffix(".")
+
+
+def _step(reason: str) -> str:
+    """Return what to do about a server that is down for a reason."""
+    return _lowered(next_step(reason))
 
 
 def _wrong_slots(seen: Seen) -> str:
@@ -276,11 +270,6 @@ def _wrong_slots(seen: Seen) -> str:
 
 def _metrics(facts: EngineFacts) -> str:
     table = facts.table
-    if table is not None and facts.reads_nothing:
-        expected = ", ".join(
-            each.partition("{")[0] for each in (*table.running, *table.waiting, *table.kv_usage)
-        )
-        return f"/metrics: names of {table.title}, but none that hetlb reads: {expected}"
     if table is not None:
         return "; ".join([f"names of {table.title}", *table.lacks]) if table.lacks else "there"
     if facts.metrics_status == 200:
@@ -288,17 +277,13 @@ def _metrics(facts: EngineFacts) -> str:
     return f"/metrics: status {facts.metrics_status}" if facts.metrics_status else "/metrics: no answer"
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST_VERSION
-
-
 def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
     """Yield checks across servers."""
-    by_process: dict[tuple[float, ...], list[str]] = {}
+    groups = {seen.spec.url: [seen.spec.name] for seen in servers}
     for seen in servers:
-        if seen.facts.began:
-            by_process.setdefault(tuple(sorted(seen.facts.began)), []).append(seen.spec.name)
-    twice = [f"{' and '.join(names)} are one process" for names in by_process.values() if len(names) > 1]
+        if seen.facts.same_as:
+            groups[seen.facts.same_as].append(seen.spec.name)
+    twice = [f"{' and '.join(names)} are one process" for names in groups.values() if len(names) > 1]
     found = "; ".join(twice) or "each is a process of its own"
     advice = "leave one of them out: the load would be counted twice"
     yield checked("one address per server", not twice, found, advice)
@@ -330,7 +315,7 @@ def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], ad
         if value is not None:
             said.setdefault(value, []).append(seen.spec.name)
     several = "; ".join(f"{value}: {', '.join(names)}" for value, names in said.items())
-    found = several if len(said) > 1 else next(iter(said), "not told")
+    found = several if len(said) > 1 else next(iter(said), "unknown")
     return checked(name, len(said) < 2, found, advice)
 
 

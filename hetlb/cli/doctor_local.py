@@ -62,7 +62,7 @@ def of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
         if apart
         else f"both at {admin.host}:{admin.port}"
     )
-    yield checked("ports", apart, ports, "give admin.port another number")
+    yield checked("listeners", apart, ports, "give admin.port another number")
     named = [
         (key, each.tls, context)
         for key, each, context in zip(fleet.file.address_keys, addresses, access.tls, strict=True)
@@ -226,7 +226,7 @@ def of_running(fleet: Fleet) -> Iterator[Check]:
         taken = [name for name, reason in closed.items() if not reason]
         found = f"taken by another program: {', '.join(taken)}" if taken else "free"
         advice = "stop it (`ss -ltnp` names it), or choose another number"
-        yield checked("free ports", not taken, found, advice)
+        yield checked("ports", not taken, found, advice)
         for name, reason in closed.items():
             if reason:
                 advice = (

@@ -10,17 +10,19 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from hetlb.balancer.config.fleet_tables import ScrapeTable
 from hetlb.balancer.core.types import EngineSample
 from hetlb.balancer.engines.engine_metrics import page_of
+from hetlb.balancer.engines.engine_mistakes import CLOSED, connect_failure, old_version
 from hetlb.balancer.engines.engine_tables import PAGES, VLLM, EngineTable
-from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 
-_TIMEOUT_S = 5.0
 #: Workers of a coordinator on its page of metrics.
 _STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
 #: Seconds between the tokens of answers, summed, and their number: of vLLM (old and new), SGLang.
@@ -28,6 +30,9 @@ _TOKEN_TIMES = re.compile(
     r"^(?:\w+:)?(?:inter_token_latency|time_per_output_token)_seconds_(sum|count)"
     r"(?:\{[^\n]*\})? ([\d.eE+-]+)$",
     re.MULTILINE,
+)
+_CPU = re.compile(
+    r"^process_cpu_seconds_total ([0-9]{1,18}(?:\.[0-9]{0,18})?(?:e[+-]?[0-9]{1,3})?)$", re.MULTILINE
 )
 #: Least number of tokens in a mean.
 _LEAST_TOKENS = 100
@@ -53,7 +58,12 @@ class EngineFacts:
     version: str | None = None
     sample: EngineSample | None = None
     table: EngineTable | None = None
-    old_names: bool = False
+    #: Mistake in its version, with the next step.
+    old: tuple[str, str] | None = None
+    #: URL of another server that is the same process, "" for none.
+    same_as: str = ""
+    #: Reader of its pages.
+    page: Callable[[str], Awaitable[_Page]] | None = None
     began: set[float] = field(default_factory=set)
     skew_s: float = 0.0
     proxy: str = ""
@@ -76,14 +86,6 @@ class EngineFacts:
         if self.table is None and (self.is_ollama or self.version is None):
             return f"Ollama {self.version}" if self.is_ollama else "an engine that is not known"
         return f"{(self.table or VLLM).title} {self.version or 'of unknown version'}"
-
-    @property
-    def reads_nothing(self) -> bool:
-        """Return whether its metrics are of a known engine and lack all names in use."""
-        sample = self.sample
-        if self.table is None or sample is None:
-            return False
-        return sample.running is None and sample.waiting is None and sample.kv_usage is None
 
     @property
     def is_no_engine(self) -> bool:
@@ -117,13 +119,21 @@ class _Page(NamedTuple):
 
 
 async def ask_engines(
-    urls: Mapping[str, Mapping[str, str]], tls: Mapping[str, ssl.SSLContext | None] = {}
+    urls: Mapping[str, Mapping[str, str]],
+    tls: Mapping[str, ssl.SSLContext | None] = {},
+    timeout_s: float = ScrapeTable().timeout_s,
 ) -> dict[str, EngineFacts]:
-    """Read the facts of the servers at these URLs, each with its own request headers and TLS context."""
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    """Read the facts of the servers at these URLs, each with its own request headers and TLS context.
+
+    A page must come within `timeout_s`, as it must for `hetlb serve`.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session:
         asked = (_ask(session, url, headers, tls.get(url)) for url, headers in urls.items())
         found = await asyncio.gather(*asked)
+        for one, other in combinations(found, 2):
+            if not other.same_as and _alike(one, other) and await _one_process(one, other):
+                other.same_as = one.same_as or one.url
     return {facts.url: facts for facts in found}
 
 
@@ -145,8 +155,10 @@ async def _ask(
                         break
                 return _Page(reply.status, bytes(body), reply.headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            return _Page(trouble=_trouble(error))
+            host = urlsplit(url).hostname or ""
+            return _Page(trouble=_trouble(error, host, path, session.timeout.total or 0.0))
 
+    facts.page = page
     health = await page("/health")
     facts.health, facts.trouble = health.status, health.trouble
     if facts.trouble or (health.status == 400 and b"HTTPS" in health.body):
@@ -157,6 +169,7 @@ async def _ask(
     if 300 <= health.status < 400:
         facts.moved = health.headers.get("Location", "")
         return facts
+    text = ""
     for _ in range(2):
         for path in PAGES:
             metrics = await page(path)
@@ -168,7 +181,6 @@ async def _ask(
             text = metrics.body.decode("utf-8", "replace")
             read = page_of(text)
             facts.table, facts.sample = read.table, read.sample()
-            facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
             facts.token_s = _mean_token_s(text)
             facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
@@ -177,6 +189,8 @@ async def _ask(
     facts.models_status = models.status
     facts.entries = read_model_list(models.body) if models.status == 200 else []
     facts.version = read_version((await page("/version")).body)
+    if facts.table is None or facts.table is VLLM:
+        facts.old = old_version(facts.version, text)
     if facts.version is None and facts.table is None:
         facts.version = read_version((await page("/api/version")).body)
         facts.is_ollama = facts.version is not None
@@ -185,6 +199,33 @@ async def _ask(
     elif facts.table is None:
         facts.foreign = await _foreign(page, facts)
     return facts
+
+
+async def _cpu_s(facts: EngineFacts) -> float | None:
+    """Return the CPU seconds of a server's process by its metrics, None without them."""
+    if facts.page is None:
+        return None
+    found = _CPU.search((await facts.page(PAGES[0])).body.decode("utf-8", "replace"))
+    return None if found is None else float(found[1])
+
+
+def _alike(one: EngineFacts, other: EngineFacts) -> bool:
+    """Return whether two servers began at once and say the same of themselves."""
+    if not one.began or one.began != other.began or one.sample is None or other.sample is None:
+        return False
+    roots = [[entry.get("root") for entry in each.entries] for each in (one, other)]
+    of_one = (one.version, one.names, roots[0], one.sample.capacity)
+    return of_one == (other.version, other.names, roots[1], other.sample.capacity)
+
+
+async def _one_process(one: EngineFacts, other: EngineFacts) -> bool:
+    """Return whether the CPU seconds of two servers, read in turns, fit one process.
+
+    Two servers of one script may have begun within one tick of the clock.
+    """
+    seconds = [await _cpu_s(each) for each in (one, other, one, other)]
+    known = [each for each in seconds if each is not None]
+    return len(known) < len(seconds) or known == sorted(known)
 
 
 async def _other_url(session: aiohttp.ClientSession, url: str) -> str:
@@ -232,17 +273,16 @@ async def _foreign(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) 
     return "" if server.lower().startswith(_ENGINES) else server
 
 
-def _trouble(error: BaseException) -> str:
-    """Return why there was no answer, in words of the network."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is not trusted: {reason_of(error)}".splitlines()[0]
-    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ssl.SSLError):
-        return "it does not speak TLS"
-    if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it closes the connection without an answer"
-    if isinstance(error, aiohttp.ClientResponseError):
-        return "what answers there is not HTTP"
-    return reason_of(error).lower().splitlines()[0]
+def _trouble(error: BaseException, host: str, path: str, timeout_s: float) -> str:
+    """Return why a page did not come, in the words of `hetlb status`."""
+    if isinstance(error, TimeoutError):
+        return f"no answer to {path} within {timeout_s:g} s"
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+    if isinstance(cause, OSError):
+        return connect_failure(cause, host)
+    if isinstance(error, aiohttp.ServerDisconnectedError | OSError):
+        return CLOSED
+    return "what answers there is not HTTP"
 
 
 def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:

@@ -72,6 +72,8 @@ def event_log(path: Path) -> Iterator[TextIO]:
     try:
         with io.TextIOWrapper(reader(path), encoding="utf-8") as lines:
             yield lines
+    except FileNotFoundError as error:
+        raise TraceError(f"{path}: no such file") from error
     except OSError as error:
         raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
     except ValueError as error:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the file; warnings go to stderr."""
-    urls = [each.url for each in fleet_from_urls(args.urls).instances]
+    urls = [each.url for each in fleet_from_urls(args.urls, "URL").instances]
     key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))

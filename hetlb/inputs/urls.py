@@ -25,7 +25,9 @@ def check_url(url: str, where: str, *, prefixed: bool = False) -> str:
     parts = _split(url)
     path = "" if parts is None else parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     if parts is None or parts.query or (path and not prefixed) or "/v1/" in path:
-        raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}")
+        scheme = "//" not in url and _split(f"http://{url}") is not None
+        meant = f" (did you mean http://{url}?)" if scheme else ""
+        raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}{meant}")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 

@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -83,6 +83,26 @@ def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
             yield told(caught, raw, kind, path)
 
 
+def _options(kind: Any) -> Iterator[object]:
+    """Yield the values of a type: of its literals, and words for a table beside them."""
+    for each in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            yield "a mapping of keys"
+        elif get_origin(each) is Literal:
+            yield from get_args(each)
+        elif each is bool:
+            yield from ("true", "false")
+
+
+def _described(kind: Any) -> str:
+    """Return the words for a pattern, "" without some."""
+    for each in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+        for meta in get_args(each)[1:] if get_origin(each) is Annotated else ():
+            if isinstance(meta, msgspec.Meta) and meta.description:
+                return meta.description
+    return ""
+
+
 def told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:
     """Return `key: expected …, got …` of what msgspec says about the value at a path, or one inside it."""
     message, _, inner = str(error).partition(" - at `$")
@@ -93,10 +113,12 @@ def told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:
             raw = ...
     path = (path + inner.rstrip("`")).lstrip(".") or "the file"
     if message.startswith("Invalid enum value"):
-        options = [str(each) for each in get_args(kind)]
+        options = [str(each) for each in _options(kind)]
         only = ", the only version there is" if options == ["1"] and path == "version" else ""
         return f"{path}: expected {' or '.join(options)}{only}, got {short(raw)}{did_you_mean(raw, options)}"
     expected = message.partition(", got `")[0]
+    if " matching regex " in expected and (words := _described(kind)):
+        expected = f"expected {words}"
     expected = re.sub(r"`(\w++)(?: \| \w++)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
     got = "" if raw is ... else f", got {short(raw)}"
     return f"{path}: {expected[:1].lower()}{expected[1:]}{got}"

@@ -201,7 +201,8 @@ def load_yaml(path: Path, kind: type[_T], error: type[InputError]) -> _T:
     """Read `path` as a `kind`. Raises `error` with one line per wrong value."""
     raw = parse_yaml(path, error)
     if not isinstance(raw, dict):
-        raise error(f"{path}: the file: expected a mapping of keys, got {short(raw)}")
+        got = "an empty file" if raw is None else short(raw)
+        raise error(f"{path}: the file: expected a mapping of keys, got {got}")
     if found := [error(f"{path}: {each}") for each in mistakes_in(raw, kind)]:
         raise with_lines(path, list(found))
     return msgspec.convert(raw, kind)

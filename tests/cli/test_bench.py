@@ -590,9 +590,9 @@ def test_wrong_flags_are_one_line(
             ["--dataset-name", "random", "--request-rate", "trace"],
             "--request-rate: expected --trace to replay",
         ),
-        (["--dataset-name", "sharegpt", "--dataset-path", "/nowhere"], "/nowhere: expected a readable file"),
-        (["--trace", "/nowhere"], "/nowhere: expected a readable file"),
-        (["--dataset-name", "random", "--config", "nosuch.yaml"], "nosuch.yaml: expected a readable file"),
+        (["--dataset-name", "sharegpt", "--dataset-path", "/nowhere"], "/nowhere: no such file"),
+        (["--trace", "/nowhere"], "/nowhere: no such file"),
+        (["--dataset-name", "random", "--config", "nosuch.yaml"], "nosuch.yaml: no such file"),
     ],
 )
 def test_nothing_to_ask(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -153,11 +153,11 @@ MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model", "
 NEXT_STEPS = {
     "a page of another version": (
         (("/health", ""), ("/metrics", NO_FIGURES)),
-        ("metrics of s1", "names of SGLang, but none that hetlb reads", "--disable-log-stats"),
+        ("metrics of s1", "names of SGLang, but not sglang:num_running_reqs", "upgrade SGLang"),
     ),
     "Ray, whose figures are others": (
         (("/health", ""), ("/metrics", "ray_vllm_e2e_request_latency_seconds_count 1\n")),
-        ("metrics of s1", "names of vLLM, but none that hetlb reads", "--disable-log-stats"),
+        ("metrics of s1", "names of vLLM, but not vllm:num_requests_running", "--disable-log-stats"),
     ),
     "stages down": (STAGES, ("stages of s1", "down: b", "start them (`hetlb stage`)")),
     "asleep": (
@@ -170,8 +170,8 @@ MISTAKES = {
     "key missing": (replace(GOOD, key="k"), "key of s1"),
     "metrics off": (replace(GOOD, metrics=False), "metrics of s1"),
     "clock": (replace(GOOD, ahead_s=90.0), "clock of s1"),
-    "proxy in front": (replace(GOOD, server="nginx/1.25"), "directness of s1"),
-    "several behind it": (replace(GOOD, several=True), "directness of s1"),
+    "proxy in front": (replace(GOOD, server="nginx/1.25"), "direct way to s1"),
+    "several behind it": (replace(GOOD, several=True), "direct way to s1"),
     "prefix caching differs": (replace(GOOD, caches=False), "prefix caching of m"),
     "old vLLM": (replace(GOOD, version="0.6.1"), "version of s1"),
     "other weights under one name": (replace(GOOD, root="org/another"), "weights of m"),
@@ -259,7 +259,7 @@ async def test_two_urls_of_one_server_are_found(tmp_path: Path) -> None:
 async def test_two_listeners_at_one_port_are_found(tmp_path: Path) -> None:
     async with server(GOOD) as one:
         [found] = await wrong(tmp_path, [one], 1, listen={"port": 8099}, admin={"port": 8099})
-    assert found["name"] == "ports"
+    assert found["name"] == "listeners"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ async def test_instances_that_stand_in_no_fleet_file_are_examined(tmp_path: Path
         instance = {"name": "found", "url": two}
         more.write_text(yaml.safe_dump({"models": [{"name": "m", "instances": [instance]}]}))
         [bad] = await wrong(tmp_path, [one], 1, discovery=discovery)
-        assert (bad["name"], bad["found"]) == ("model of found", "serves z")
+        assert (bad["name"], bad["found"]) == ("model of found", "serves z, not m")
         more.unlink()
         [bad] = await wrong(tmp_path, [one], 1, discovery=discovery)
     assert (bad["name"], bad["found"]) == (f"source files {more}", "no servers")
@@ -413,7 +413,7 @@ async def test_a_port_that_another_program_holds_is_found(tmp_path: Path, listen
         port = int(other.rpartition(":")[2])
         tables = {"listen": {"port": 0}, "admin": {"port": 0}} | {listener: {"port": port}}
         [found] = await wrong(tmp_path, [one], 1, **tables)
-    assert found["name"] == "free ports"
+    assert found["name"] == "ports"
     assert f"{listener}.port {port}" in found["found"]
     assert "ss -ltnp" in found["advice"]
 
@@ -579,7 +579,7 @@ async def test_a_name_of_several_engines_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(socket, "getaddrinfo", several)
     async with server(GOOD) as one:
         [found] = await wrong(tmp_path, [one.replace("127.0.0.1", "vllm")], 1)
-    assert found["name"] == "directness of s0"
+    assert found["name"] == "direct way to s0"
     assert found["found"] == "its name has 2 addresses: 127.0.0.1, 127.0.0.2"
     assert "discovery.dns" in found["advice"]
 

@@ -136,7 +136,7 @@ def test_mistakes_in_a_csv(
         (["--from", "roofline", "--out", "x.yaml"], "--facts: expected a file with `roofline:` and `model:`"),
         (["--from", f"csv:{DATA}", "--out", "x.yaml"], "--tp: expected one to be chosen out of 1, 8"),
         (["--from", f"csv:{DATA}", "--tp", "3", "--out", "x.yaml"], "--tp: expected one of 1, 8, got '3'"),
-        (["--from", "csv:/nowhere.csv", "--out", "x.yaml"], "expected a readable file"),
+        (["--from", "csv:/nowhere.csv", "--out", "x.yaml"], "no such file"),
         (["show"], "show: expected 1 profile file"),
         (["compare", "a.yaml"], "compare: expected 2 profile file"),
     ],

@@ -146,7 +146,7 @@ def test_an_instance_that_is_not_there_is_named_and_the_other_serves(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
-    assert f"({dead}) is not answering: connection refused; the others are served" in err
+    assert f"({dead}) is not answering: connection refused; serving with the others" in err
     assert "Traceback" not in err
 
 

@@ -67,7 +67,7 @@ def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> Non
             assert box is not None
             assert 0 <= box["x"] <= width - box["width"]
         fleet.kill("a800-0")
-        says(look, "Down", "bad", "do not answer (connection refused): start one.")
+        says(look, "Down", "bad", "is down (connection refused). Start it, or check its network.")
         fleet.start_engine("a800-0", ENGINES["a800-0"], ports["a800-0"])
         says(look, "Degraded", "bad", "v100-0 and v100-1 are out")
         look.close()

@@ -82,5 +82,5 @@ async def test_a_process_that_ended_is_noticed() -> None:
 async def test_a_process_that_does_not_start_says_why(tmp_path: Path) -> None:
     with helper_processes() as helpers:
         engine = helpers.start("the engine", "engine", "--profile", str(tmp_path / "none.yaml"))
-        with pytest.raises(HetlbError, match=r"the engine did not start: hetlb engine: .* readable file"):
+        with pytest.raises(HetlbError, match=r"the engine did not start: hetlb engine: .*: no such file"):
             await engine.ready()

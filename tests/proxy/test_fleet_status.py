@@ -158,7 +158,7 @@ def test_none_left_is_down_and_says_why() -> None:
         fleet.refuse(name)
     found = fleet.look()
     assert (found["state"], found["capacity_req_s"]) == ("down", 0.0)
-    assert found["advice"] == "a, b and c do not answer (connection refused): start one."
+    assert found["advice"] == "a, b and c are down (connection refused). Start one, or check the network."
     drained = Watched("a")
     drained.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
     assert drained.look()["state"] == "down"
@@ -222,7 +222,7 @@ def test_a_server_of_another_model_is_named() -> None:
     found = watched.look()
     assert (found["state"], found["advice"]) == (
         "degraded",
-        f"a serves other, not {MODEL}. Correct the name in the fleet file.",
+        f"a serves other, not {MODEL}. Correct the model's name, or start it with --served-model-name m.",
     )
 
 

@@ -289,7 +289,7 @@ async def test_an_engine_whose_certificate_does_not_hold(
             probes = good.probes
             await turns_until(lambda: good.probes >= probes + 3)
         assert not engine.visits
-    [line] = said(caplog.records, "i0: no TLS connection: ")
+    [line] = said(caplog.records, "i0: its certificate is not trusted: ")
     assert reason in line
 
 
@@ -309,7 +309,7 @@ async def test_an_engine_that_speaks_no_tls(tmp_path: Path, caplog: pytest.LogCa
                 assert running.instance("i0").evidence.state is not Health.UP
                 for _ in range(2):
                     assert (await running.ask()).headers["x-hetlb-instance"] == "i1"
-    [line] = said(caplog.records, "i0: no TLS connection: ")
+    [line] = said(caplog.records, "i0: it does not speak TLS ")
     assert "WRONG_VERSION_NUMBER" in line
 
 
@@ -329,7 +329,7 @@ async def test_a_registered_engine_behind_tls_is_verified_by_its_name(
                 body = {"name": name, "url": f"https://{host}:{port}", "model": "m"}
                 assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("good")
-            await turns_until(lambda: bool(said(caplog.records, "bad: no TLS connection: ")))
+            await turns_until(lambda: bool(said(caplog.records, "bad: its certificate is not trusted: ")))
             served = {(await running.ask()).headers["x-hetlb-instance"] for _ in range(4)}
             assert served == {"i0", "good"}
         assert all(b"host: localhost:" in visit.head.lower() for visit in two.visits)

@@ -51,7 +51,7 @@ def test_a_file_of_stages(tmp_path: Path) -> None:
         ({"scheduler": "best"}, "scheduler: expected one of hetlb, iwrr"),
         ({"scheduler": "iwrr"}, "flows: expected the plan that scheduler iwrr follows, got none"),
         ({"high_water": 2}, "high_water"),
-        ({"links": "none.csv"}, "none.csv: expected a readable file"),
+        ({"links": "none.csv"}, "none.csv: no such file"),
         ({"flows": "plan.json"}, "plan.json: flows: expected at least one, got none"),
         ({"speed": 1}, "speed: unknown key"),
     ],

@@ -134,7 +134,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, name: str, text: str, message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="expected a readable file"):
+    with pytest.raises(TraceError, match="none: no such file"):
         custom_rows(tmp_path / "none", 5)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")

@@ -6,7 +6,7 @@ wait's severity follows from the oldest request alone: it never gets milder whil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
@@ -55,6 +55,9 @@ LEAST_FOREIGN: Final = 4
 FOREIGN_SHARE: Final = 0.25
 #: Statuses of a server that does not accept hetlb's key.
 KEY_STATUSES: Final = (401, 403, 407)
+#: KV cache below which a server serves next to nothing, in tokens.
+LEAST_KV_TOKENS: Final = 2048
+KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
 #: Greatest age of recent wrong answers, in seconds.
 WRONG_S: Final = 60.0
 
@@ -82,7 +85,10 @@ SEVERITIES: Final = {
     "wrong_answers": State.DEGRADED,
     "key_refused": State.DEGRADED,
     "flaps": State.DEGRADED,
+    "own_address": State.DEGRADED,
     "foreign_load": State.BUSY,
+    "no_load": State.BUSY,
+    "small_cache": State.BUSY,
     "long_wait": State.DEGRADED,
     "reload_refused": State.DEGRADED,
     "stale_report": State.BUSY,
@@ -133,6 +139,9 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     """
     name, evidence = each.name, each.evidence
     if each.admin is not AdminState.READY:
+        if each.leads_back:
+            sentence = f"{name} is hetlb's own address, or leads back to it"
+            return StateCause("own_address", name, sentence, "Give the address of the engine in its url.")
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
     if each.asleep or each.sleep.reason:
@@ -143,7 +152,7 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
     if not each.routable or each.evidence.state is not Health.UP:
         reason = f" ({each.evidence.reason})" if each.evidence.reason else ""
-        return StateCause("dead", name, f"{name} is down{reason}", "Start it, or check its network.")
+        return StateCause("dead", name, f"{name} is down{reason}", next_step_of(each))
     if evidence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
         return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
@@ -165,11 +174,14 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     if each.spec.model and each.served is not None and each.spec.model not in each.models:
         serves = ", ".join(each.served) or "nothing"
         sentence = f"{name} serves {serves}, not {each.spec.model}"
-        return StateCause("other_model", name, sentence, "Correct the name in the fleet file.")
+        advice = f"Correct the model's name, or start it with --served-model-name {each.spec.model}."
+        return StateCause("other_model", name, sentence, advice)
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
         failed = 100 * share.failed / share.ended
         sentence = f"{failed:.0f} % of {name}'s responses in the last {FAILING_S:.0f} s were errors"
         return StateCause("fails", name, sentence, f"See {name}'s log.")
+    for cause, found in _of_engine(each):
+        return StateCause(cause, name, f"{name}: {found[0]}", found[1])
     reported = 0 if each.sample is None else (each.sample.running or 0) + (each.sample.waiting or 0)
     if each.foreign >= max(LEAST_FOREIGN, FOREIGN_SHARE * reported):
         sentence = f"others use {name}: {each.foreign} of its {reported} requests are not hetlb's"
@@ -185,6 +197,28 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         sentence = f"the last report of {name} is {stale_s:.0f} s old"
         return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
     return None
+
+
+def next_step_of(each: Instance) -> str:
+    """Return what to do about an instance that is down."""
+    from hetlb.balancer.engines.engine_mistakes import next_step
+
+    return next_step(each.evidence.reason)
+
+
+def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield what an engine says about itself that is wrong: cause, and what is found with the next step."""
+    sample = each.sample
+    if sample is None:
+        return
+    tokens = sample.capacity.kv_tokens_per_request
+    if sample.running is None or (tokens is not None and tokens < LEAST_KV_TOKENS):
+        from hetlb.balancer.engines.engine_mistakes import small_cache, without_load
+
+        if (found := without_load(sample)) is not None:
+            yield "no_load", found
+        if (found := small_cache(tokens, each.capacity.max_model_len, LEAST_KV_TOKENS)) is not None:
+            yield "small_cache", found
 
 
 def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:
@@ -210,7 +244,7 @@ def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
     for status in refused:
         if status in KEY_STATUSES:
             sentence = f"{name} refuses hetlb's key ({status})"
-            return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
+            return StateCause("key_refused", name, sentence, KEY_ADVICE)
     return None
 
 

@@ -16,6 +16,7 @@ from hetlb.balancer.admin.causes import (
     State,
     StateCause,
     in_order,
+    next_step_of,
     of_clients,
     of_instance,
     of_key,
@@ -226,7 +227,7 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
     sentence, advice = first.sentence, first.advice
     if len(alike) > 1 and first.cause == "dead":
         sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
-        advice = "Start them, or check their network."
+        advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
     wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
     more = len({each.cause for each in causes} - {first.cause})
     and_more = f" And {more} more: see causes." if more else ""
@@ -307,8 +308,11 @@ def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
         return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
     dead = [each for each in instances if each.admin is AdminState.READY]
     reason = f" ({dead[0].evidence.reason})" if dead[0].evidence.reason else ""
-    verb, start = ("does", "it") if len(dead) == 1 else ("do", "one")
-    return f"{_listed([each.name for each in dead])} {verb} not answer{reason}: start {start}.{wait}"
+    step = next_step_of(dead[0])
+    if len(dead) > 1:
+        step = step.replace("Start it, or check its network.", "Start one, or check the network.")
+    verb = "is" if len(dead) == 1 else "are"
+    return f"{_listed([each.name for each in dead])} {verb} down{reason}. {step}{wait}"
 
 
 def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:

@@ -321,14 +321,14 @@ def load_fleet(path: Path) -> Fleet:
     return resolve_fleet(load_yaml(path, FleetFile, ConfigError), path)
 
 
-def fleet_from_urls(urls: list[str]) -> Fleet:
+def fleet_from_urls(urls: list[str], flag: str = "--instance") -> Fleet:
     """Return the fleet of URLs without a file; models and speeds are learnt from the engines."""
     specs: dict[str, InstanceSpec] = {}
     for url in urls:
-        clean = check_url(url, "--instance")
+        clean = check_url(url, flag)
         name = urlsplit(clean).netloc
         if name in specs:
-            raise ConfigError(f"--instance: expected every URL once, got {url!r} again")
+            raise ConfigError(f"{flag}: expected every URL once, got {url!r} again")
         specs[name] = InstanceSpec(name=name, model="", url=clean)
     defaults = FleetFile(version=1, models=())
     known = {name: Listed(f"--instance {spec.url}", InstanceTable()) for name, spec in specs.items()}

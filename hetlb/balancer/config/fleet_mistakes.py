@@ -96,8 +96,13 @@ def _profile_mistakes(fleet: Fleet) -> Iterator[str]:
 
 
 def _plan_mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield a line for each name of an instance that the fleet lacks."""
+    """Yield a line for each instance that the fleet lacks, and each weight that no term has."""
     policy, known = fleet.file.policy, fleet.listed
+    if policy.weights:
+        from hetlb.balancer.core.policies.score_terms import TERMS
+
+        terms = [each.name for each in TERMS]
+        yield from (f"policy.weights: {one_of(name, terms)}" for name in policy.weights if name not in terms)
     stated = {"worth": policy.worth}
     stated |= {f"types[{t}].instances": each.instances for t, each in enumerate(policy.types)}
     for key, instances in stated.items():

@@ -123,8 +123,16 @@ OWN_HEADERS = frozenset(
         "via", "x-api-key", "x-request-id",
     ]
 )  # fmt: skip
-OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
-HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
+OriginText: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$",
+        description="an origin like https://chat.example, or *",
+    ),
+]
+HeaderName: TypeAlias = Annotated[
+    str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$", description="the name of a header")
+]
 #: Continuation of a lost answer at another instance: by token ids, or not (False).
 Resume: TypeAlias = bool | Literal["ids"]
 
@@ -158,8 +166,8 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
-    session_header: str = "x-session-id"
-    tenant_header: str | None = None
+    session_header: HeaderName = "x-session-id"
+    tenant_header: HeaderName | None = None
     api_keys_file: str | None = None
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()

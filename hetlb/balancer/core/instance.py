@@ -43,8 +43,8 @@ class Instance(InstanceLedger):
 
     __slots__ = (
         "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
-        "foreign", "leaves_at", "sample", "sample_mark", "served", "sleep", "sleep_at",
-        "slots_learnt_at", "slots_step",
+        "foreign", "leads_back", "leaves_at", "sample", "sample_mark", "served", "sleep",
+        "sleep_at", "slots_learnt_at", "slots_step",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,8 @@ class Instance(InstanceLedger):
         super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes)
         self.evidence = evidence
         self.admin = AdminState.READY
+        #: True if a request to it came back: it is this proxy.
+        self.leads_back = False
         #: Time when it is gone, None without a notice.
         self.leaves_at: float | None = None
         #: Start of its process by its own clock (Unix time, s).

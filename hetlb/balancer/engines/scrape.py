@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from errno import ECONNREFUSED
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -43,6 +41,7 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import visible
 from hetlb.logs import escape
 from hetlb.served_models import lists_nothing, longest_context, read_model_list, read_version
 from hetlb.tasks import end, ended
@@ -59,14 +58,13 @@ MAX_METRICS_BYTES = 64 << 20
 #: Seconds until an engine is asked again whose page is too large, or that has none.
 _NO_PAGE_PAUSE_S: Final = 60.0
 #: Statuses of an engine that does not know a path.
-_UNKNOWN_PATH: Final = frozenset({404, 405, 501})
+UNKNOWN_PATH: Final = frozenset({404, 405, 501})
 #: Seconds for which an idle connection is kept: uvicorn closes it after 5 s.
 _IDLE_S: Final = 3.0
 
 
 _HEALTH: Final = "/health"
 _MODELS: Final = "/v1/models"
-_ERRNO: Final = re.compile(r"\[Errno (\d++)\]")
 #: Detail of a probe that finds an empty list of models.
 _NO_MODEL: Final = "loading: it lists no model"
 
@@ -358,7 +356,7 @@ class EngineWatch:
                 return self._failed(name, _HEALTH, error)
             if status == 200:
                 return ProbeResult.OK, ""
-            if status not in _UNKNOWN_PATH:
+            if status not in UNKNOWN_PATH:
                 return _unready(_HEALTH, status, instance)
         result, detail = await self._read_models(name, seen, instance)
         seen.door = _MODELS if result is ProbeResult.OK else _HEALTH
@@ -373,20 +371,15 @@ class EngineWatch:
         why = error.error
         if error.end is ends.LOCAL:
             return None, ""
+        from hetlb.balancer.engines.engine_mistakes import REFUSED, connect_failure
+
+        if why is None:
+            return ProbeResult.FAILED, f"{path}: {visible(error.detail)[:200]}"
+        detail = connect_failure(why, urlsplit(self._urls[name]).hostname or "")
         if isinstance(why, ssl.SSLError):
-            reason = getattr(why, "verify_message", "") or why.reason or type(why).__name__
-            self._tell_once(name, f"no TLS connection: {reason}")
-            return ProbeResult.FAILED, f"no TLS connection: {reason}"
-        if isinstance(why, socket.gaierror):
-            host = urlsplit(self._urls[name]).hostname
-            return ProbeResult.REFUSED, f"the name has no address: {host}: {why.strerror or why}"
-        if why is not None:
-            refused = set(_ERRNO.findall(str(why))) == {str(ECONNREFUSED)}  # at each of its addresses
-            if refused or isinstance(why, ConnectionRefusedError):
-                return ProbeResult.REFUSED, "connection refused"
-            return ProbeResult.FAILED, f"no connection: {why.strerror or why}"
-        shown = "".join(each if each.isprintable() else "?" for each in error.detail[:200])
-        return ProbeResult.FAILED, f"{path}: {shown}"
+            self._tell_once(name, detail)
+        refused = detail == REFUSED or isinstance(why, socket.gaierror)
+        return ProbeResult.REFUSED if refused else ProbeResult.FAILED, detail
 
     async def read_metrics(self, name: str) -> EngineSample | None:
         """Return the figures of an engine's page, None without one. Raises `_TooLargeError`."""
@@ -415,7 +408,7 @@ class EngineWatch:
         line, most_s = b"GET " + path.encode(), self._table.timeout_s
         status, _ = await self.ask(name, line, most_s=most_s, most_bytes=MAX_METRICS_BYTES, feed=feed)
         self._rounds.spent(spent_s)
-        return status, None if first == b"[" or status in _UNKNOWN_PATH else page
+        return status, None if first == b"[" or status in UNKNOWN_PATH else page
 
     async def _read_models(
         self, name: str, seen: Looked, instance: Instance | None
@@ -485,7 +478,7 @@ def _log_absent(instance: Instance) -> None:
         return
     url, reason = instance.spec.url, instance.evidence.reason
     tell(
-        logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+        logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; serving with the others",
         instance.name, url, reason, instance=instance.name, url=url, reason=reason,
     )  # fmt: skip
 

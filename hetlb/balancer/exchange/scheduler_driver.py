@@ -247,6 +247,7 @@ class SchedulerDriver(SchedulerSide):
     def came_back(self, instance: str) -> None:
         text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
         tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
+        self.scheduler.fleet.instances[instance].leads_back = True
         self.take_out(AdminStateSet(instance, AdminState.MAINT))
 
     # --- facts about instances ---

@@ -1,0 +1,100 @@
+"""Mistakes at an engine with the next step, in the same words for `hetlb status`, log and `hetlb doctor`."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+from errno import ECONNREFUSED
+from typing import Final
+
+from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.engines.engine_tables import LLAMA_CPP, SGLANG, TABLES, VLLM
+
+REFUSED: Final = "connection refused"
+CLOSED: Final = "it closes the connection without an answer"
+_ERRNO: Final = re.compile(r"\[Errno (\d++)\]")
+#: Next steps by words of the reason why a server is down; the last one is for all others.
+_STEPS: Final = (
+    ("certificate has expired", "Renew its certificate."),
+    ("not yet valid", "Wait until its certificate is valid, or correct the clock of this machine."),
+    ("is not valid for|[Hh]ostname mismatch", "Use a name that stands in the certificate."),
+    ("certificate", "Set ca_file of the instance to the authority that signed its certificate."),
+    ("does not speak TLS", "Write http:// in its url."),
+    ("no address", "Correct the host: this machine finds no such name."),
+    (
+        "no answer to /",
+        "Look for a firewall or a server that hangs; for a slow one raise scrape.timeout_s.",
+    ),
+    ("not HTTP", "Correct the port: it is of another program. `vllm serve` prints its own when it starts."),
+    (
+        "closes the connection",
+        "Correct the port; or it asks for TLS or a client's certificate.",
+    ),
+    ("answers 40[13]", "Engines ask for no key there: correct the address, or let /health pass."),
+    ("answers 404", "Correct the address: give the one that `vllm serve` prints, without a path."),
+    ("answers 3", "Correct the address: it redirects."),
+    ("loading|answers 503", "Wait until it has loaded its model, or look at its log."),
+    ("answers", "Look at its log."),
+    ("", "Start it, or check its network."),
+)
+#: Oldest version of vLLM with the metrics and flags that hetlb reads, and the first with the present names.
+_OLDEST_VLLM: Final = (0, 8)
+_NEW_NAMES_VLLM: Final = (0, 11)
+
+
+def connect_failure(error: OSError, host: str) -> str:
+    """Return why no connection to an engine at a host was made."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"it does not speak TLS ({error.reason or type(error).__name__})"
+    if isinstance(error, socket.gaierror):
+        return f"the name has no address: {host}: {error.strerror or error}"
+    if isinstance(error, ConnectionRefusedError) or set(_ERRNO.findall(str(error))) == {str(ECONNREFUSED)}:
+        return REFUSED  # also if each of its addresses refused
+    if isinstance(error, ConnectionResetError):
+        return CLOSED
+    return f"no connection: {error.strerror or error}"
+
+
+def next_step(reason: str) -> str:
+    """Return what to do about a server that is down for a reason, in sentences."""
+    return next(step for words, step in _STEPS if re.search(words, reason))
+
+
+def without_load(sample: EngineSample) -> tuple[str, str] | None:
+    """Return what a metrics page lacks, and what to do, if it is a known engine's and tells no load."""
+    table = next((each for each in TABLES if each.name == sample.engine), None)
+    if table is None or sample.running is not None or sample.waiting is not None:
+        return None
+    lacking = ", ".join(each.partition("{")[0] for each in (*table.running[:1], *table.waiting[:1]))
+    step = "Start it without --disable-log-stats."
+    if table is SGLANG:
+        step = "Upgrade SGLang: its metrics had other names in 2024."
+    elif table is LLAMA_CPP:
+        step = "Start it with --metrics."
+    elif table is not VLLM:
+        step = f"Upgrade {table.title}."
+    return f"its /metrics has names of {table.title}, but not {lacking}", step
+
+
+def small_cache(tokens: int | None, longest: int | None, least: int) -> tuple[str, str] | None:
+    """Return what is wrong with a KV cache of fewer than `least` tokens, and than the `longest` request."""
+    if tokens is None or tokens >= min(least, longest or least):
+        return None
+    step = "Give vLLM more memory (--gpu-memory-utilization), or look at what else the GPU holds."
+    return f"the KV cache holds only {tokens:,} tokens", step
+
+
+def old_version(version: str | None, page: str) -> tuple[str, str] | None:
+    """Return what is wrong with the version of a vLLM server, by `/version` and `/metrics`."""
+    numbers = tuple(int(each[:9]) for each in re.findall(r"\d+", version or "")[:2])
+    old_names = "vllm:gpu_cache_usage_perc" in page and "vllm:kv_cache_usage_perc" not in page
+    if numbers and numbers < _OLDEST_VLLM:
+        oldest = ".".join(map(str, _OLDEST_VLLM))
+        return f"vLLM {version}", f"Upgrade it to {oldest} or later: this one lacks what hetlb reads."
+    if old_names and numbers >= _NEW_NAMES_VLLM:
+        found = f"vLLM {version}, but its /metrics has names of an older one (gpu_cache_usage_perc)"
+        return found, "Look which server answers /metrics there: it is not the one that answers /version."
+    return None
