@@ -30,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import generated_traffic as generate
 from generated_traffic import Lengths
 
+from hetlb.balancer.config.gpus import latency_of
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
+from hetlb.balancer.core.types import Capacity, EngineHistory, EngineSample, Health, InstanceSpec
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
@@ -77,7 +78,8 @@ class Case:
     """A load of some traffic: a share of the engines' rates together; 0 is a lone user, infinite all at once.
 
     `kv`: the share of its KV cache that each engine has. `cold`: no profiles, slots unknown; "no metrics":
-    no scrapes, either. `burst` requests come at once first; requests from `after_s` on count.
+    no scrapes, either; "gpu": the GPUs are stated; "history": engines tell their past at half load. `burst`
+    requests come at once first; requests from `after_s` on count.
     """
 
     group: str
@@ -145,7 +147,7 @@ def cases(lab: Lab, draw: int) -> list[Case]:
         for load in (0.5, 0.8):
             add("short answers", fleet, "short", load, 6000)
             add("one token", fleet, "embed", load, 6000)
-        for cold in ("", "no profiles", "no metrics"):
+        for cold in ("", "no profiles", "no metrics", "gpu", "history"):
             add("cold", fleet, "azure", 0.8, 800, cold=cold)
             add("cold", fleet, "sharegpt", 0.95, 1200, cold=cold)
             add("cold", fleet, "azure", 0.65, 700, cold=cold, burst=300, after_s=10.0)
@@ -204,6 +206,7 @@ class Bench:
         self._traces = data / "traces"
         self.long = cache(self._long)
         self.bound_rps = cache(self._bound_rps)
+        self.history = cache(self._history)
 
     def _long(self, trace: str) -> list[Row]:
         rows = read_trace(self._traces / TRACES[trace])
@@ -231,9 +234,11 @@ class Bench:
 
     def fleet(self, case: Case) -> tuple[tuple[InstanceSpec, ...], dict[str, EngineSpec]]:
         """Return what the scheduler is told of each instance, and the engines."""
-        specs, engines = self.lab.fleet(fleets(self.lab, case.draw)[case.fleet])
+        layouts = fleets(self.lab, case.draw)[case.fleet]
+        specs, engines = self.lab.fleet(layouts)
+        kinds = [kind for kind in layouts for _ in range(kind.count)]
         told, made = [], {}
-        for spec in specs:
+        for spec, kind in zip(specs, kinds, strict=True):
             engine = engines[spec.name]
             kv = int(engine.limits.kv_cache_tokens * case.kv)
             if "mooncake" in case.traffic:
@@ -245,9 +250,10 @@ class Bench:
             )  # fmt: skip
             latency = spec.latency
             if case.cold:
-                latency = None
+                latency = latency_of(kind.system, kind.tp) if case.cold == "gpu" else None
                 capacity = Capacity() if case.cold == "no metrics" else replace(capacity, max_num_seqs=None)
-            told.append(replace(spec, capacity=capacity, latency=latency))
+            alone = bool(case.cold) and latency is not None
+            told.append(replace(spec, capacity=capacity, latency=latency, gpu_alone=alone))
             limits = replace(engine.limits, kv_cache_tokens=kv, max_num_seqs=slots)
             made[spec.name] = replace(engine, limits=limits, prefix_cache=case.cached)
         return tuple(told), made
@@ -261,6 +267,27 @@ class Bench:
             for engine in set(engines.values())
         }
         return sum(alone[engine] for engine in engines.values())
+
+    def _history(self, traffic: str, engine: EngineSpec) -> EngineHistory:
+        """Return an engine's means of other requests of the same traffic, at half of its rate."""
+        rows = self.rows(traffic, _SAMPLE, random.Random(f"history/{traffic}"))
+        rng = random.Random(0)
+        at_once = make_plan(rows, None, math.inf, rng, hash_block_tokens=HASH_BLOCK_TOKENS)
+        rate = run_alone(engine, at_once, IterationRule.TOKEN).requests_per_s
+        plan = make_plan(rows, None, rate / 2.0, rng, hash_block_tokens=HASH_BLOCK_TOKENS)
+        setup = SchedulerSetup(specs=(InstanceSpec("alone", MODEL),), policy="single", seed=1)
+        records = FleetSimulation(setup, {"alone": engine}, plan, model=MODEL).run().records
+        answers = [r for r in records if r.output_tokens > 1]
+        decoding_s = sum(r.last_token_s - r.first_token_s for r in answers)
+        tokens = sum(r.output_tokens - 1 for r in answers)
+        span_s = max(r.last_token_s for r in records)
+        return EngineHistory(
+            prompt=statistics.fmean(row.input_tokens for row in rows),
+            prefill_s=statistics.fmean(r.first_token_s - r.scheduled_s for r in records),
+            output=statistics.fmean(r.output_tokens for r in records),
+            step_s=decoding_s / tokens,
+            batch=max(1.0, decoding_s / span_s),
+        )
 
     def plan(self, case: Case) -> list[PlannedRequest]:
         """Return the requests of a case."""
@@ -303,15 +330,22 @@ class Bench:
             lengths=None,
             initial_health=Health.UP,
         )
-        simulation = Unread if case.cold == "no metrics" else FleetSimulation
-        result = simulation(setup, engines, plan, model=MODEL).run()
+        simulation = (Unread if case.cold == "no metrics" else FleetSimulation)(
+            setup, engines, plan, model=MODEL
+        )
+        if case.cold == "history":
+            past = {engine: self.history(case.traffic, engine) for engine in set(engines.values())}
+            for name, engine in engines.items():
+                sample = EngineSample(running=0, waiting=0, kv_usage=0.0, history=past[engine])
+                simulation.scheduler.on_scrape(name, sample, 0.0)
+        result = simulation.run()
         summary = result.summary()
         assert summary["completed"] == len(plan), f"{case}: a request failed"
         counted = [
             record
             for record, each in zip(result.records, plan, strict=True)
             if each.scheduled_s >= case.after_s
-        ]
+        ] or result.records[case.burst :]  # a large fleet has all behind it by then
         first = sorted(
             (r.first_token_s - r.scheduled_s) * 1e3 for r in counted if r.first_token_s is not None
         )

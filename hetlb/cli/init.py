@@ -74,6 +74,8 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
             lines += [f"      - name: {name}", f"        url: {json.dumps(facts.url)}"]
             lines += [
                 "        # max_num_seqs: 256        # as in its `vllm serve`; not stated, it is learnt",
+                "        # gpu: H100                # of `hetlb profile --gpus`: its speed before an answer",
+                "        # gpus: 1                  # their number",
                 "        # profile: profile.yaml    # `hetlb profile --url URL --out profile.yaml` makes it",
             ]
     silent = [facts for facts in found if not facts.entries]

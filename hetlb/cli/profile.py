@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from hetlb.balancer.config.gpus import GPUS, gpu_named
 from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.config.profile_writer import with_host, write_profile
 from hetlb.balancer.core.latency import LatencyModel
@@ -28,7 +29,6 @@ from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.client import EngineClient
-from hetlb.tools.profiler.gpus import GPUS, gpu_named
 from hetlb.tools.profiler.plot import write_plot
 from hetlb.tools.profiler.probe import probe_host
 from hetlb.tools.profiler.sources import (

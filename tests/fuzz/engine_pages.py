@@ -7,7 +7,7 @@ import math
 
 from fuzz.costs import Make, Reader, many, pieces
 
-from hetlb.balancer.engines import engine_metrics
+from hetlb.balancer.engines import engine_history, engine_metrics
 
 
 def in_pieces(data: bytes) -> None:
@@ -16,6 +16,10 @@ def in_pieces(data: bytes) -> None:
     for piece in pieces(data, 1000):
         page.feed(piece)
     page.sample()
+    history = engine_history.HistoryPage()
+    for piece in pieces(data, 1000):
+        history.feed(piece)
+    history.sample()
 
 
 def page(data: bytes) -> None:

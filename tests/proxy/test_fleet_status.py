@@ -13,6 +13,7 @@ from proxy.rows import ended
 
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.admin.fleet_status import pools, status
+from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
@@ -20,6 +21,7 @@ from hetlb.balancer.core.types import (
     Capacity,
     Dispatch,
     EngineSample,
+    InstanceSpec,
     Outcome,
     Probed,
     ProbeResult,
@@ -197,6 +199,23 @@ def test_of_assumed_slots_it_is_said() -> None:
     assert fleet.look()["advice"] == (
         "The slots of a, b and c are assumed: state their max_num_seqs in the fleet file."
     )
+
+
+def test_of_an_assumed_speed_it_is_said_until_an_answer_or_a_gpu_tells_it() -> None:
+    for known in ("", "gpu", "answer"):
+        latency = DEFAULT_LATENCY if known == "gpu" else None
+        capacity = Capacity(kv_cache_tokens=100_000, max_num_seqs=8)
+        specs = [
+            InstanceSpec(name, MODEL, latency=latency, capacity=capacity, gpu_alone=latency is not None)
+            for name in "ab"
+        ]
+        fleet = Watched()
+        fleet.scheduler = make_scheduler(specs, "hetlb")
+        if known == "answer":
+            for each in fleet.scheduler.instances:
+                each.speed.seen = True
+        advice = fleet.look()["advice"]
+        assert ("The speed of a and b is assumed until an answer" in advice) is (not known), advice
 
 
 def test_each_belief_says_where_it_is_from() -> None:

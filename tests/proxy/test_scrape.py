@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +15,15 @@ from aiohttp import web
 from helpers import HANG_S, free_port
 
 from hetlb.balancer.config.fleet_tables import ScrapeTable
+from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
     CapacityLearned,
     EngineSample,
     Health,
     InstanceChange,
+    InstanceSpec,
     ModelsLearned,
     Probed,
     ProbeResult,
@@ -353,3 +357,31 @@ async def test_an_engine_without_a_health_page_is_up_if_it_lists_its_models(stat
         served.clear()
         await watch.until(lambda: Probed("e0", ProbeResult.LOADING) in watch.changes)
     await runner.cleanup()
+
+
+async def test_the_first_page_of_an_engine_of_unknown_speed_tells_its_history() -> None:
+    text = PAGE + "".join(
+        f"vllm:{name} {value}\n"
+        for name, value in (
+            ("inter_token_latency_seconds_sum", 20.0),
+            ("inter_token_latency_seconds_count", 1000),
+            ("request_success_total", 10),
+            ("prompt_tokens_total", 5000),
+        )
+    )
+
+    async def told(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    async with stub(health=ok, metrics=told, v1__models=models, version=version) as url:
+        watch = Watch((url,), HANG_S)
+        instance = Instance(InstanceSpec("e0", "m", url), 1, Evidence(random.Random(1), 0.0), 0.0)
+        watch.watch._scheduler.fleet.instances["e0"] = instance
+        await watch.watch.start({}, HANG_S)
+        try:
+            await watch.until(lambda: bool(watch.samples))
+            instance.sample = watch.samples[0][1]
+            await watch.until(lambda: watch.samples[-1][1].history is None)
+        finally:
+            await watch.watch.close()
+    assert watch.samples[0][1].history is not None

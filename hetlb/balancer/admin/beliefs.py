@@ -27,8 +27,11 @@ def slots_source(instance: Instance) -> BeliefSource:
 
 
 def speed_source(instance: Instance) -> BeliefSource:
+    """Return the origin of its speed; of one whose GPU alone is stated only its ratio to others is known."""
     if instance.speed.seen and (instance.speed.factor != 1.0 or not instance.profiled):
         return BeliefSource.LEARNT
+    if instance.spec.gpu_alone:
+        return BeliefSource.STATED
     return BeliefSource.MEASURED if instance.profiled else BeliefSource.ASSUMED
 
 

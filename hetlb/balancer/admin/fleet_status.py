@@ -258,7 +258,7 @@ def _served_when_full(able: Sequence[Instance], served: float, now: float) -> fl
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
     """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
-    if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
+    if any(speed_source(each) in (BeliefSource.ASSUMED, BeliefSource.STATED) for each in able):
         return None
     demand = scheduler.placement.demands.get(model)
     if demand is None or not demand.mix.count:
@@ -320,4 +320,8 @@ def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
     if guessed:
         it = "its" if len(guessed) == 1 else "their"
         return f"The slots of {_listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."
+    unknown = [each.name for each in able if speed_source(each) is BeliefSource.ASSUMED]
+    if unknown and len(able) > 1:
+        it = "its" if len(unknown) == 1 else "their"
+        return f"The speed of {_listed(unknown)} is assumed until an answer: state {it} gpu in the file."
     return "Nothing to do." if rate or load else "No request came of late; nothing to do."

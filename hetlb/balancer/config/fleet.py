@@ -232,6 +232,11 @@ def resolve_instance(
 
             cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
+    latency, gpu = profile.latency if profile else None, gpu_of(labels)
+    if gpu and profile is None:
+        from hetlb.balancer.config.gpus import latency_of
+
+        latency = latency_of(gpu, instance.gpus)
     capacity = profile.capacity if profile else Capacity()
     assumed = profile is not None and profile.host_assumed
     spec = InstanceSpec(
@@ -239,10 +244,11 @@ def resolve_instance(
         model=model,
         url=url,
         weight=instance.weight,
-        latency=profile.latency if profile else None,
+        latency=latency,
         capacity=capacity.updated(Capacity(max_num_seqs=instance.max_num_seqs)),
         slots_stated=instance.max_num_seqs is not None,
-        gpu=gpu_of(labels),
+        gpu=gpu,
+        gpu_alone=latency is not None and profile is None,
         host_assumed_in=str(base / named) if assumed and named is not None else "",
     )
     return spec, profile

@@ -224,9 +224,10 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     `api_key_file` or `api_key_env` holds its key. `ca_file` holds the authorities for its certificate, by
     default the system's. `kv_events` is the address for its KV events, `kv_bootstrap` the address of its
     Mooncake bootstrap server. `role` says which phases of a request it takes. Without a profile of its own,
-    `labels` choose one under `profiles:`; `gpu` is short for that label. `max_num_seqs` is the flag of the
-    same name of its `vllm serve`, per data-parallel engine. It overrides the profile's. `wake` lets it sleep
-    without requests.
+    `labels` choose one under `profiles:`; `gpu` is short for that label. Without a profile, `gpus` of a `gpu`
+    that `hetlb profile --gpus` lists tell how fast it is beside others, until answers do. `max_num_seqs` is
+    the flag of the same name of its `vllm serve`, per data-parallel engine. It overrides the profile's.
+    `wake` lets it sleep without requests.
     """
 
     name: str | None = None
@@ -240,6 +241,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     labels: dict[str, str] = {}
     max_num_seqs: PositiveInt | None = None
     gpu: str | None = None
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     role: Literal["prefill", "decode", "both"] = "both"
     kv_bootstrap: str | None = None
     wake: WakeTable | None = None

@@ -14,7 +14,15 @@ from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import Mark, SpeedTracker
-from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease, SleepSet
+from hetlb.balancer.core.types import (
+    AdminState,
+    EngineHistory,
+    EngineSample,
+    Health,
+    InstanceSpec,
+    Lease,
+    SleepSet,
+)
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
@@ -90,8 +98,8 @@ class Instance(InstanceLedger):
         """Take over another profile, capacity or weight. Its running requests teach nothing about speed."""
         self._elapsed(now)
         self.spec = spec
-        self.profiled = spec.latency is not None
-        self.explored = self.explored or self.profiled
+        self.profiled = spec.profiled
+        self.explored = self.explored or spec.latency is not None
         self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
         self.speed = SpeedTracker(self.profiled, now)
         self._occupancy = self.sample_mark = None
@@ -285,6 +293,25 @@ class Instance(InstanceLedger):
                 elif lease.request.streamed or lease.decode is not None:
                     unread += lease.unread_tokens
         return unread + running < self.token_budget * self.engines
+
+    def learn_history(self, told: EngineHistory, now: float) -> bool:
+        """Take over the speed that its engine's own means show, unless more is known. True if it changed."""
+        if self.profiled or self.speed.seen:
+            return False
+        model, batch, budget = self.nominal, told.batch, float(self.token_budget)
+        tokens = batch * (told.prompt + told.output / 2.0)
+        expected_s = told.output * model.step_s(batch, tokens)
+        # As many prompts are read beside an answer as answers run.
+        expected_s += batch * model.read_delay_s(told.prompt, 0.0, batch, tokens, budget)
+        seconds = told.output * told.step_s
+        if told.prefill_s is not None:
+            expected_s += model.first_token_s(told.prompt, 0.0, 0.0, batch, tokens, budget)
+            seconds += told.prefill_s
+        if not self.speed.told(expected_s, seconds, now):
+            return False
+        self.explored = True
+        self.take_speed()
+        return True
 
     def learn_prefill(self, lease: Lease, now: float) -> bool:
         """Correct the speed by the first token of an answer. True if that changed the latency model."""

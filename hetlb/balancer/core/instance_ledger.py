@@ -119,7 +119,7 @@ class InstanceLedger(InstanceLimits):
         #: Most sequences that were seen to decode at once, and leases so far.
         self.most_begun = self.booked = 0
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
-        self.explored, self._first_tokens = self.profiled, 0
+        self.explored, self._first_tokens = spec.latency is not None, 0
         #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
         self.prompts_alone = now, 0
 

@@ -48,8 +48,9 @@ class InstanceLimits:
         self.spec = spec
         self.name = spec.name
         self.changes = changes
-        self.profiled = spec.latency is not None
-        #: Model of the profile, or the default; and the same corrected by its answers.
+        self.profiled = spec.profiled
+        #: Model of the profile, of the data sheet of its GPU, or the default; and the same corrected by its
+        #: answers.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)

@@ -429,7 +429,7 @@ class Scheduler:
         if isinstance(change, InstanceAdded):
             for spec in (change.spec, *change.more):
                 fleet.restarted(fleet.add(spec, now), now)
-            for model, profiled in {(s.model, s.latency is not None) for s in (change.spec, *change.more)}:
+            for model, profiled in {(s.model, s.profiled) for s in (change.spec, *change.more)}:
                 fleet.share_speed(model, profiled)
             self._look_for_links((change.spec, *change.more))
         elif isinstance(change, InstanceRemoved):
@@ -479,6 +479,8 @@ class Scheduler:
         longest, slept = instance.longest_request_tokens, instance.asleep
         finished = instance.finished_sequences
         instance.learn_sample(sample, now)
+        if sample.history is not None and instance.learn_history(sample.history, now):
+            self.fleet.share_speed(instance.spec.model, False)
         if instance.spec.kv_transfer is not None:
             self._splits.sampled(instance, sample, now)
         if sample.asleep is not None:

@@ -217,6 +217,14 @@ class SpeedTracker:
         self._observed_s, self._expected_s, self.seen_at = ratio * _FIRST_S, _FIRST_S, now
         return self._observe(0.0, 0.0, now)
 
+    def told(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Take over the engine's own mean as the first evidence. Return True if it is some."""
+        if not (0.0 < expected_s < math.inf and 0.0 < seconds < math.inf):
+            return False
+        ratio = PRIOR_S / expected_s
+        self._observe(PRIOR_S, ratio * seconds, now)
+        return True
+
     def assume(self, factor: float) -> bool:
         """Take the factor that others show, before any answer of its own. True if it changed."""
         if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE_SHARE:

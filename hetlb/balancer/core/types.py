@@ -155,7 +155,8 @@ class KvLink(PickleByFields):
 class InstanceSpec(PickleByFields):
     """One vLLM server as configured. `slots_stated`: its file states `max_num_seqs`.
 
-    `latency` is None without a profile; `model` is "" if only the engine knows its model.
+    `latency` is None without a profile, and with `gpu_alone` it has the ratios of a GPU's data sheet. `model`
+    is "" if only the engine knows its model.
     `host_assumed_in` is the file of a profile with an assumed host time, "" if it was measured.
     """
 
@@ -170,6 +171,12 @@ class InstanceSpec(PickleByFields):
     slots_stated: bool = False
     gpu: str = ""
     host_assumed_in: str = ""
+    gpu_alone: bool = False
+
+    @property
+    def profiled(self) -> bool:
+        """True with a profile."""
+        return self.latency is not None and not self.gpu_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,6 +553,21 @@ InstanceChange: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
+class EngineHistory(PickleByFields):
+    """Means of all requests of a server since it started, in tokens and seconds.
+
+    `prompt` tokens were computed in `prefill_s`, None if it is not told. Of answers of `output` tokens,
+    `batch` at a time, each token took `step_s`.
+    """
+
+    prompt: float
+    prefill_s: float | None
+    output: float
+    step_s: float
+    batch: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSample(PickleByFields):
     """One scrape of a server, summed over its data-parallel engines. Absent or absurd figures are None.
 
@@ -576,6 +598,8 @@ class EngineSample(PickleByFields):
     #: Tokens computed since it started: of prompts and answers; of answers alone.
     generated: int | None = None
     answered: int | None = None
+    #: Read while nothing else tells its speed.
+    history: EngineHistory | None = None
 
 
 # --- commands ---

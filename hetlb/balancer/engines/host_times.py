@@ -61,7 +61,7 @@ class HostTimes:
     async def measure(self, instance: Instance) -> None:
         """Measure the host time of an instance, write it into its profile where allowed, and log it."""
         name, spec, key = instance.name, instance.spec, _key(instance)
-        if spec.latency is None:
+        if spec.latency is None or spec.gpu_alone:
             return
         self._running.add(name)
         self._tries[key] = self._tries.get(key, 0) + 1

@@ -48,6 +48,7 @@ from hetlb.tasks import end, ended
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.engines.engine_history import HistoryPage
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -394,9 +395,9 @@ class EngineWatch:
                 return page.sample() if status == 200 else None
         return None
 
-    async def _read_page(self, name: str, path: str) -> tuple[int, EnginePage | None]:
+    async def _read_page(self, name: str, path: str) -> tuple[int, EnginePage | HistoryPage | None]:
         """Return the status of a page and the page, None if no metrics are there."""
-        page, first, spent_s = EnginePage(), b"", 0.0
+        page, first, spent_s = self._page_of(name), b"", 0.0
 
         def feed(data: bytes) -> None:
             nonlocal first, spent_s
@@ -409,6 +410,15 @@ class EngineWatch:
         status, _ = await self.ask(name, line, most_s=most_s, most_bytes=MAX_METRICS_BYTES, feed=feed)
         self._rounds.spent(spent_s)
         return status, None if first == b"[" or status in UNKNOWN_PATH else page
+
+    def _page_of(self, name: str) -> EnginePage | HistoryPage:
+        """Return a page to be fed. The first one of an instance of unknown speed tells its history."""
+        instance = self._scheduler.fleet.instances.get(name)
+        if instance is None or instance.profiled or instance.speed.seen or instance.sample is not None:
+            return EnginePage()
+        from hetlb.balancer.engines.engine_history import HistoryPage
+
+        return HistoryPage()
 
     async def _read_models(
         self, name: str, seen: Looked, instance: Instance | None

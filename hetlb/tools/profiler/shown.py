@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from hetlb.balancer.config.gpus import GPUS
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError, visible
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.gpus import GPUS
 from hetlb.tools.tables import Console, table
 
 #: Prompt tokens of the mixed steps shown and compared.

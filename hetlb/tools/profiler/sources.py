@@ -10,6 +10,7 @@ from statistics import median
 import msgspec
 
 from hetlb.balancer.config.engine_defaults import batch_limits
+from hetlb.balancer.config.gpus import Gpu
 from hetlb.balancer.config.profile_file import (
     EngineInfo,
     FitReport,
@@ -40,7 +41,6 @@ from hetlb.tools.profiler.fit import (
     fit,
     merge_repeats,
 )
-from hetlb.tools.profiler.gpus import Gpu
 
 #: Share of a GPU's memory that vLLM takes by default.
 MEMORY_SHARE = 0.9

@@ -32,7 +32,7 @@ def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSp
     found = {}
     for name in names:
         spec = specs.get(name)
-        if spec is None or spec.latency is None:
+        if spec is None or spec.latency is None or spec.gpu_alone:
             raise ConfigError(
                 f"{path}: {name}: expected an instance that had a profile when the log began, "
                 "or --profile P.yaml for all"

@@ -231,7 +231,7 @@ def _unknown(evaluation: Evaluation, found: Sight) -> Sight:
     fastest, guessed = math.inf, []
     for each in evaluation.sights:
         instance = each.instance
-        if instance.profiled:
+        if instance.spec.latency is not None:
             continue
         if instance.speed.seen:
             fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
@@ -276,7 +276,7 @@ class Hetlb(Policy):
         found = evaluation.best()
         if found is None:
             return None
-        if not found.instance.profiled and found.instance.speed.seen:
+        if found.instance.spec.latency is None and found.instance.speed.seen:
             found = _unknown(evaluation, found)
         preferred = ctx.request.preferred
         if preferred:  # unless it is too much worse

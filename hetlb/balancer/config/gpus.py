@@ -1,8 +1,9 @@
 """GPUs by name: peak figures of their data sheets, and the shares of them that kernels reach.
 
-`hetlb profile --gpus` prints the table. Peaks are dense (no sparsity), of one GPU. The shares were read off
-kernel tables of vLLM (`aiconfigurator-core` 0.12, NVIDIA, Apache-2.0): Llama-3.1-8B and Qwen3-32B, prompts of
-2,048 to 131,072 tokens; GPUs without a table have the usual ones.
+`hetlb profile --gpus` prints the table. `gpu:` of the fleet file takes its ratios. Peaks are dense (no
+sparsity), of one GPU. The shares were read off kernel tables of vLLM (`aiconfigurator-core` 0.12, NVIDIA,
+Apache-2.0): Llama-3.1-8B and Qwen3-32B, prompts of 2,048 to 131,072 tokens; GPUs without a table have the
+usual ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
 from hetlb.errors import ConfigError
 
 _TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
@@ -130,3 +132,35 @@ def gpu_named(name: str, where: str) -> Gpu:
         meant = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(f"{where}: expected a GPU of `hetlb profile --gpus`, got {name!r}{meant}")
     return found
+
+
+#: Of the model of `DEFAULT_LATENCY` (8B, bf16): FLOPs of a token, bytes of its weights, and bytes and number
+#: of its all-reduces for a token. Seconds of the shortest all-reduce, and of the host for a step.
+_TOKEN_FLOPS: Final = 16e9
+_WEIGHT_BYTES: Final = 16e9
+_EXCHANGED_BYTES: Final = 2 * 32 * 4096 * 2.0
+_EXCHANGES: Final = 2 * 32
+_EXCHANGE_S: Final = 1e-5
+_HOST_S: Final = 2e-3
+
+
+def _times(gpu: Gpu, count: int) -> tuple[float, float]:
+    """Return the seconds of a prompt token and of a decode step of one sequence, on some GPUs."""
+    shared = 2.0 * (count - 1) / count * _EXCHANGED_BYTES / gpu.all_reduce_bytes_s
+    token_s = _TOKEN_FLOPS / (gpu.bf16_flops * gpu.flops_share * count) + shared
+    step_s = _HOST_S + _WEIGHT_BYTES / (gpu.bandwidth_bytes_s * gpu.bandwidth_share * count)
+    return token_s, step_s + (max(shared, _EXCHANGES * _EXCHANGE_S) if count > 1 else 0.0)
+
+
+def latency_of(name: str, count: int) -> LatencyModel | None:
+    """Return the default latency model at the ratios of some GPUs to an A100, None if the name is unknown.
+
+    How large the model is, answers show: one factor for all servers of it.
+    """
+    gpu = find_gpu(name)
+    if gpu is None:
+        return None
+    token_s, step_s = _times(gpu, count)
+    usual_token_s, usual_step_s = _times(GPUS["A100"], 1)
+    prefill, decode = token_s / usual_token_s, step_s / usual_step_s
+    return DEFAULT_LATENCY.with_factors(prefill, 1.0, decode, 0.0, 0.0, 0.0)
