@@ -1,6 +1,6 @@
 """Cost of a decision: `python bench/scheduling/decisions.py --data DIR`, interpreted or compiled.
 
-Microseconds of an arrival and of the end of an answer, for 2, 16 and 64 instances, half full and with all
+Microseconds of an arrival and of the end of an answer, for 2 to 1,000 instances, half full and with all
 requests at once. Prompts share nothing. A simulation tells how long each request takes from its dispatch to
 its first token and to its end; with these times the scheduler alone is driven several times. The figures are
 the median and the mean over requests of the least time that the same call took.
@@ -28,7 +28,13 @@ from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Request
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 #: By number of instances: a fleet, copies of each of its instances, requests/s that fill about half of it.
-_SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 16: ("8 kinds", 2, 120.0), 64: ("8 kinds", 8, 480.0)}
+_SIZES = {
+    2: ("a100 tp4+tp1", 1, 8.0),
+    16: ("8 kinds", 2, 120.0),
+    64: ("8 kinds", 8, 480.0),
+    256: ("8 kinds", 32, 1920.0),
+    1000: ("8 kinds", 125, 7500.0),
+}
 #: Repetitions of the same calls.
 _PLAYS: Final = 7
 #: Events, in their order at the same instant.
@@ -144,7 +150,7 @@ def main() -> int:
     args = parser.parse_args()
     for row in decision_times(args.data):
         print(
-            "{instances:3d} {load:12s} arrival {arrival_us:7.2f} us (mean {mean_arrival_us:.2f}), "
+            "{instances:4d} {load:12s} arrival {arrival_us:7.2f} us (mean {mean_arrival_us:.2f}), "
             "end {end_us:7.2f} us (mean {mean_end_us:.2f})".format(**row)
         )
     return 0

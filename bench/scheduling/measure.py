@@ -112,7 +112,7 @@ def compiled() -> bool:
 
 #: Ingredients of `hetlb` by name, and what takes each of them out.
 _INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
-    "hold": (default_policy.Evaluation, "_hold", lambda self: None),
+    "hold": (default_policy.Evaluation, "_hold", lambda self, todo: None),
     "room": (sight.Sight, "_room", lambda self, ctx, running: sight.ROOM),
     "speed correction": (speed, "TRUSTED_FACTOR", math.inf),
     "first_token_s": None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import heapq
 import itertools
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,6 +13,7 @@ from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hetlb
 from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import OraclePredictor
@@ -24,6 +27,20 @@ from hetlb.tools.sim.integrity import check_scheduler
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Leaves docstrings and imports out."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+    def visit_Import(self, node: ast.Import) -> None: ...
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None: ...
+
+
+#: Functions of the core.
+CORE = ("_decide", "best", "_hold")
 
 
 def capacity(places: int, kv: int = 1_000_000) -> Capacity:
@@ -481,3 +498,20 @@ def test_requests_with_targets_that_nothing_is_known_of_hinder_no_request() -> N
     assert instance.stated_sequences == 1
     scheduler.placement.demands.clear()
     assert dispatched(scheduler.on_arrival(request(2), 0.1)).instance == "a"
+
+
+def test_the_core_of_the_policy_is_one_screen() -> None:
+    """Room, score, hold and pick have 40 lines, and the policy 450 with the steps of its features."""
+    folder = Path(hetlb.__file__).parent / "balancer" / "core" / "policies"
+    text = (folder / "hetlb.py").read_text()
+    rows, core = text.splitlines(), 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name in CORE:
+            own = rows[node.body[1].lineno - 1 : node.end_lineno]  # behind its docstring
+            core += sum(1 for line in own if line.strip() and not line.strip().startswith("#"))
+    assert 0 < core <= 40
+    total = 0
+    for name in ("hetlb", "sight", "score_terms", "burst_end", "together", "guesses"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        total += ast.unparse(_Undocumented().visit(tree)).count("\n")
+    assert total <= 450

@@ -300,15 +300,19 @@ class Instance(InstanceLedger):
             return False
         model, batch, budget = self.nominal, told.batch, float(self.token_budget)
         tokens = batch * (told.prompt + told.output / 2.0)
-        expected_s = told.output * model.step_s(batch, tokens)
         # As many prompts are read beside an answer as answers run.
-        expected_s += batch * model.read_delay_s(told.prompt, 0.0, batch, tokens, budget)
-        seconds = told.output * told.step_s
+        delay_s = batch * model.read_delay_s(told.prompt, 0.0, batch, tokens, budget)
+        step_s, read_s = told.output * model.step_s(batch, tokens) + delay_s, 0.0
         if told.prefill_s is not None:
-            expected_s += model.first_token_s(told.prompt, 0.0, 0.0, batch, tokens, budget)
-            seconds += told.prefill_s
-        if not self.speed.told(expected_s, seconds, now):
+            read_s = model.first_token_s(told.prompt, 0.0, 0.0, batch, tokens, budget)
+        answer_s, prefill_s = told.output * told.step_s, told.prefill_s or 0.0
+        if not self.speed.told(read_s + step_s, prefill_s + answer_s, now):
             return False
+        if prefill_s > 0.0 and read_s > 0.0:  # reading and decoding apart, beside the factor of both
+            both = (prefill_s + answer_s) / (read_s + step_s)
+            self.nominal = model.with_factors(
+                prefill_s / read_s / both, 1.0, answer_s / step_s / both, 0.0, 0.0, 0.0
+            )
         self.explored = True
         self.take_speed()
         return True

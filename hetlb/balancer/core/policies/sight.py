@@ -122,8 +122,8 @@ class Sight:
     __slots__ = (
         "adapter_s", "cached", "coming_s", "cost", "done_s", "end_s", "faster", "finish_s", "first_token_s",
         "index", "instance", "later_s", "limit", "load", "long_s", "loss_s", "others_s", "own",
-        "own_s", "prompts", "prompts_per_s", "rated", "reading_s", "score", "seen", "slower_s", "state",
-        "step_s", "used_tokens", "with_s",
+        "own_s", "prompts", "prompts_per_s", "rated", "reading_s", "score", "seen", "slower_s", "speed",
+        "state", "step_s", "used_tokens", "with_s",
     )  # fmt: skip
 
     own: float
@@ -147,9 +147,10 @@ class Sight:
         self.cost = cost
         self.index = index
         self.rated = False
-        #: Speed of all faster instances together.
+        #: Speed of all faster instances together; `speed` is its own, 0 if it is restrained.
         self.faster = 0.0
         self.limit = self.done_s = math.inf
+        self.end_s = 0.0
         self.coming_s = self.loss_s = self.adapter_s = self.finish_s = self.later_s = 0.0
         self.cached = cached = 0.0 if ctx.held is None else float(ctx.cached_tokens(instance))
         need, booked = instance.kv_need, ctx.booked - ctx.prompts * cached
@@ -163,6 +164,11 @@ class Sight:
             running -= ending
         self.used_tokens = used
         self.state = ROOM if seen.empty else self._room(ctx, running)
+        self.speed, restraints = cost.speed, ctx.restraints
+        if restraints is not None and restraints[index]:
+            self.speed = 0.0
+            if self.state == ROOM:
+                self.state = RESTRAINED
         if ctx.shares and ctx.held is not None and instance.caches_prefixes:
             cached += ctx.held.paid_tokens(instance.tree.cache_id)
             self.cached = cached if cached < ctx.prompt - 1.0 else max(0.0, ctx.prompt - 1.0)
@@ -187,7 +193,9 @@ class Sight:
         return NO_MEMORY if told else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
-        """Forecast the request there."""
+        """Forecast the request there, once."""
+        if self.end_s > 0.0:
+            return
         seen, load, cost, request, cached = self.seen, self.load, self.cost, ctx.request, self.cached
         sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
