@@ -136,7 +136,8 @@ class Evaluation:
         """Foresee and rate an instance, unless it is rated."""
         if each.rated:
             return
-        each.foresee(self._ctx)
+        if each.end_s <= 0.0:  # the fastest one has its forecast
+            each.foresee(self._ctx)
         if self._set_loss is not None:
             self._set_loss(self._ctx, each)
         set_score(self._ctx, each, self.weights)
@@ -155,7 +156,8 @@ class Evaluation:
             bound = both * (seen.joining_s + load.prompt_token_s * unread)
             bound += output * (own * each.with_s + others * load.batch * (each.with_s - seen.now_s))
             if bound <= least:
-                each.foresee(ctx)
+                if each.end_s <= 0.0:
+                    each.foresee(ctx)
                 set_score(ctx, each, self.weights)
                 if each.state == ROOM and each.score < least:
                     least = each.score

@@ -193,9 +193,7 @@ class Sight:
         return NO_MEMORY if told else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
-        """Forecast the request there, once."""
-        if self.end_s > 0.0:
-            return
+        """Forecast the request there."""
         seen, load, cost, request, cached = self.seen, self.load, self.cost, ctx.request, self.cached
         sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
