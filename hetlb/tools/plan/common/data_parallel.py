@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from hetlb.balancer.config.gpus import find_gpu
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource
 from hetlb.errors import ProfileError
 from hetlb.tools.models.degrees import refusal
@@ -23,7 +24,6 @@ from hetlb.tools.plan.common.capacity import exact
 from hetlb.tools.plan.common.composition import roofline_of
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.gpus import find_gpu
 from hetlb.tools.profiler.sources import Measurements, Roofline, assumed_launch, profile_of
 
 #: A usual prompt, and a usual decode step: (batch, tokens).
