@@ -18,7 +18,7 @@ from hetlb.balancer.core.types import Capacity, CapacityLearned
 
 #: Streams of one fleet, and fleets.
 STREAMS, FLEETS = 8, 8
-#: Seconds of silence after which an engine is lost; also where it would have spoken, its answer ends.
+#: Seconds of silence after which an engine is lost, before its first byte too.
 SILENCE_S = 0.05
 HEAD = b"POST %b HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
 
@@ -28,10 +28,11 @@ async def ask(port: int, body: bytes) -> bytes:
     path = b"/v1/chat/completions" if b"messages" in body else b"/v1/completions"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(HEAD % (path, len(body), body))
-    async with asyncio.timeout(HANG_S):
-        raw = await reader.read()
-    writer.close()
-    return raw
+    try:
+        async with asyncio.timeout(HANG_S):
+            return await reader.read()
+    finally:
+        writer.close()
 
 
 class Hostile:
@@ -74,7 +75,9 @@ async def test_answers_of_hostile_engines_end(
     hostile = Hostile(rng)
     async with Upstream(hostile) as one, Upstream(hostile) as two, Upstream(hostile) as three:
         for _ in range(FLEETS):
-            proxy = await proxied(start, one.url, two.url, three.url, idle_timeout_s=SILENCE_S)
+            proxy = await proxied(
+                start, one.url, two.url, three.url, idle_timeout_s=SILENCE_S, first_byte_timeout_s=SILENCE_S
+            )
             for each in proxy.scheduler.instances:
                 proxy.scheduling.change(CapacityLearned(each.name, Capacity(max_model_len=512)))
             for _ in range(STREAMS):
