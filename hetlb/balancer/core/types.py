@@ -600,6 +600,8 @@ class EngineSample(PickleByFields):
     answered: int | None = None
     #: Read while nothing else tells its speed.
     history: EngineHistory | None = None
+    #: Seconds since it was asked for: what happened since may not be counted.
+    age_s: float = 0.0
 
 
 # --- commands ---

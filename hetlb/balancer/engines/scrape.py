@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -384,15 +385,16 @@ class EngineWatch:
 
     async def read_metrics(self, name: str) -> EngineSample | None:
         """Return the figures of an engine's page, None without one. Raises `_TooLargeError`."""
-        known = self._pages.get(name)
+        known, clock = self._pages.get(name), asyncio.get_running_loop().time
         for path in (known,) if known else EnginePage.paths:
+            asked_at = clock()
             try:
                 status, page = await self._read_page(name, path)
             except (UnansweredError, TimeoutError):
                 return None
             self._pages[name] = "" if page is None else path
             if page is not None:
-                return page.sample() if status == 200 else None
+                return replace(page.sample(), age_s=clock() - asked_at) if status == 200 else None
         return None
 
     async def _read_page(self, name: str, path: str) -> tuple[int, EnginePage | HistoryPage | None]:

@@ -2,14 +2,14 @@
 
 After a failed fetch a decode engine may compute the prompt itself and answer as if nothing had happened. vLLM
 counts prompt tokens by source (`vllm:prompt_tokens_by_source_total`: fetched, computed); its other counters
-count failed fetches as hits. Transfers with a first token are judged together at a scrape. Each pair fetched
-either all of its tokens or none; the set of fetching pairs nearest to the engine's count is believed. A pair
-rests after `MAX_MISSED_TRANSFERS` in a row. After the rest it is tried again.
+count failed fetches as hits. Transfers with a first token before a page was asked for are judged together.
+Each pair fetched either all of its tokens or none; the set of fetching pairs nearest to the engine's count is
+believed. A pair rests after `MAX_MISSED_TRANSFERS` in a row. After the rest it is tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final
 
@@ -19,9 +19,7 @@ from hetlb.balancer.core.instance import Instance
 
 #: Transfers in a row that failed before a pair rests.
 MAX_MISSED_TRANSFERS: Final = 8
-#: Least number of transfers judged without a pause.
-_LEAST_TRANSFERS: Final = 4
-#: Transfers that a pair gets before the first of them is judged, and seconds after which it gets more.
+#: Transfers that a pair gets before one of them is known to be fetched, and seconds after which it gets more.
 MAX_UNJUDGED_TRANSFERS: Final = 16
 UNJUDGED_S: Final = 10.0
 #: Seconds of a pair's rest, doubled each time, and at most.
@@ -33,6 +31,8 @@ LAG_S: Final = 0.25
 _MOST_PAIRS: Final = 6
 #: Cost of a verdict against what was believed before, as a share of the tokens.
 _CONTRADICTION_SHARE: Final = 0.05
+#: Difference of tokens, as a share, within which two sets explain a count alike.
+_TIE_SHARE: Final = 0.005
 
 FETCHED: Final = "done"
 NOT_FETCHED: Final = "not_fetched"
@@ -70,16 +70,15 @@ class PairRecord:
 class _Counted:
     """Prompt tokens fetched and computed by a decode engine, as last judged, and transfers to judge.
 
-    `due`: source and tokens of transfers after their first token; `last_at`: time of the last one.
+    `due`: transfers after their first token: source, tokens, time.
     """
 
-    __slots__ = ("computed", "due", "fetched", "last_at")
+    __slots__ = ("computed", "due", "fetched")
 
     def __init__(self, fetched: int, computed: int) -> None:
         self.fetched = fetched
         self.computed = computed
-        self.due: list[tuple[int, float]] = []
-        self.last_at = float("-inf")
+        self.due: list[tuple[int, float, float]] = []
 
 
 class FetchChecks:
@@ -112,7 +111,7 @@ class FetchChecks:
         record = self._record(source, target)
         record.unjudged += 1
         record.booked_at = now
-        if record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched:
+        if record.missed + record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched:
             self.restrained = True
 
     def checks(self, target: Instance) -> bool:
@@ -123,8 +122,7 @@ class FetchChecks:
         """Note a first token of `target` for a prompt of `tokens` tokens from `source`."""
         counted = self._counted.get(target.incarnation)
         if counted is not None:
-            counted.due.append((source.incarnation, tokens))
-            counted.last_at = now
+            counted.due.append((source.incarnation, tokens, now))
 
     def failed(self, source: Instance, target: Instance, now: float) -> None:
         """Judge a transfer that failed before a first token."""
@@ -133,12 +131,18 @@ class FetchChecks:
         self.restrained = self.restrained or record.rests > 0
 
     def sampled(
-        self, target: Instance, fetched: int | None, computed: int | None, coming: float, now: float
+        self,
+        target: Instance,
+        fetched: int | None,
+        computed: int | None,
+        coming: Mapping[int, float],
+        asked_at: float,
+        now: float,
     ) -> None:
         """Judge due transfers by an engine's counters, None if it has none.
 
-        `coming`: tokens of transfers to it before their first token; the engine may have counted them
-        already.
+        `coming`: tokens of transfers to it before their first token, by source; the engine may have counted
+        them already. `asked_at`: time at which its page was asked for.
         """
         counted = self._counted.get(target.incarnation)
         if fetched is None or computed is None:
@@ -152,33 +156,57 @@ class FetchChecks:
             self._counted[target.incarnation] = _Counted(fetched, computed)
             return
         if not counted.due:
-            counted.fetched = max(counted.fetched, int(fetched - coming))
+            counted.fetched = max(counted.fetched, int(fetched - sum(coming.values())))
             counted.computed = computed
-        elif now - counted.last_at >= LAG_S or len(counted.due) >= _LEAST_TRANSFERS:
-            self._judge(target, counted, fetched, computed, coming, now)
+        elif counted.due[0][2] <= asked_at - LAG_S:
+            self._judge(target, counted, fetched, computed, dict(coming), asked_at - LAG_S, now)
 
     def _judge(
-        self, target: Instance, counted: _Counted, fetched: int, computed: int, coming: float, now: float
+        self,
+        target: Instance,
+        counted: _Counted,
+        fetched: int,
+        computed: int,
+        coming: dict[int, float],
+        until: float,
+        now: float,
     ) -> None:
-        """Believe the set of pairs with the sum of tokens nearest to the fetched ones."""
+        """Believe the set of pairs with the sum of tokens nearest to the fetched ones.
+
+        Transfers after `until` may be counted or not. While two sets explain the count, the next page may
+        decide.
+        """
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
-        for source, tokens in counted.due:
+        later: list[tuple[int, float, float]] = []
+        for each in counted.due:
+            source, tokens, at = each
+            if at > until:
+                coming[source] = coming.get(source, 0.0) + tokens
+                later.append(each)
+                continue
             sums[source] = sums.get(source, 0.0) + tokens
             counts[source] = counts.get(source, 0) + 1
         grown, total = float(fetched - counted.fetched), max(1.0, sum(sums.values()))
         believed = {source for source in sums if not self._missed(source, target.incarnation)}
-        best, least = believed, float("inf")
+        best, least, offs = believed, float("inf"), list[tuple[float, set[int]]]()
         for able in _sets(list(sums)):
             own = sum([sums[source] for source in able])
-            off = max(0.0, own - grown) + max(0.0, grown - own - coming)
+            more = sum([tokens for source, tokens in coming.items() if source in able or source not in sums])
+            off = max(0.0, own - grown) + max(0.0, grown - own - more)
+            offs.append((off / total, able))
             cost = off / total + _CONTRADICTION_SHARE * len(able ^ believed)
             if cost < least:
                 best, least = able, cost
+        most = min([off for off, _ in offs]) + _TIE_SHARE
+        decided = [able for off, able in offs if off <= most] == [best]
+        if coming and not decided and now - counted.due[0][2] < UNJUDGED_S:
+            return
         own = sum([sums[source] for source in best])
         missing = total - own
         # Prompts that the engine had in its prefix cache are neither fetched nor computed.
-        computed_anew = computed - counted.computed >= 0.5 * missing
+        worked = float(computed - counted.computed)
+        computed_anew = worked >= 0.5 * missing
         for source, count in counts.items():
             reached = source in best or not computed_anew
             self._count(FETCHED if reached else NOT_FETCHED, count)
@@ -187,8 +215,11 @@ class FetchChecks:
                 record.judge(reached, count, now)
                 self.restrained = self.restrained or record.rests > 0
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
+        kept.due = later
         # Tokens counted early belong to transfers judged later.
-        kept.fetched -= int(min(coming, max(0.0, grown - own)))
+        early = sum(coming.values())
+        kept.fetched -= int(min(early, max(0.0, grown - own)))
+        kept.computed -= int(min(early, max(0.0, worked - missing)))
 
     def _missed(self, source: int, target: int) -> bool:
         record = self._pairs.get((source, target))
@@ -215,7 +246,8 @@ class FetchChecks:
             return True
         if record.rests_until > now:
             return False
-        waits = record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched and self.checks(target)
+        unknown = record.missed + record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched
+        waits = unknown and self.checks(target)
         return not waits or now - record.booked_at > UNJUDGED_S
 
     def resting(self, now: float) -> list[PairRecord]:

@@ -253,8 +253,13 @@ class HandOvers(Splitting):
 
     def sampled(self, instance: Instance, sample: EngineSample, now: float) -> None:
         """Judge transfers to an instance by its counters."""
-        coming = sum([hold.sent_tokens for _, hold in self._kept.values() if hold.target == instance.name])
-        self.transfers.checks.sampled(instance, sample.fetched_tokens, sample.computed_tokens, coming, now)
+        coming: dict[int, float] = {}
+        for source, hold in self._kept.values():
+            if hold.target == instance.name:
+                coming[source.incarnation] = coming.get(source.incarnation, 0.0) + hold.sent_tokens
+        self.transfers.checks.sampled(
+            instance, sample.fetched_tokens, sample.computed_tokens, coming, now - sample.age_s, now
+        )
 
     def forget(self, incarnation: int) -> None:
         """Note that an instance is gone."""

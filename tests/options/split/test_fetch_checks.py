@@ -50,9 +50,11 @@ class Engine:
             self.computed += tokens
         self.checks.answered(source, TARGET, tokens, self.now)
 
-    def scrape(self, coming: float = 0.0) -> None:
+    def scrape(self, **coming: float) -> None:
+        """Read its page; `coming`: tokens of transfers before their first token, by source."""
         self.now += LATER
-        self.checks.sampled(TARGET, self.fetched, self.computed, coming, self.now)
+        by_source = {int(name[1:]): tokens for name, tokens in coming.items()}
+        self.checks.sampled(TARGET, self.fetched, self.computed, by_source, self.now, self.now)
 
 
 @given(
@@ -85,6 +87,32 @@ def test_a_failing_pair_is_found_beside_one_that_works(
     assert checks.take_results() == {}
 
 
+#: Tokens of transfers before a page was asked for, and after it: of a pair that works, and of one that fails.
+SETTLED = ((300, 314, 328, 384, 342, 370, 356), (321, 307, 335, 363, 391, 349, 405, 377))
+LATE = ((426, 398, 440, 412, 461, 454), (419, 433, 447))
+
+
+@pytest.mark.parametrize("counted", range(len(LATE[0]) + 1))
+def test_a_page_beside_more_transfers_decides_nothing_that_both_pairs_explain(counted: int) -> None:
+    """`counted` of the late ones stand on the page."""
+    checks = FetchChecks()
+    engine = Engine(checks)
+    for source, tokens in ((A, SETTLED[0]), (B, SETTLED[1])):
+        for each in tokens:
+            engine.answer(source, each, fetched=source is A)
+    engine.now += LATER
+    asked_at = engine.now
+    fetched, computed = engine.fetched + sum(LATE[0][:counted]), engine.computed
+    for source, tokens in ((A, LATE[0]), (B, LATE[1])):
+        for each in tokens:
+            engine.answer(source, each, fetched=source is A)
+    checks.sampled(TARGET, fetched, computed, {}, asked_at, engine.now)
+    engine.scrape()
+    assert checks.take_results() == {FETCHED: 13, NOT_FETCHED: 11}
+    assert checks.usable(A, TARGET, engine.now)
+    assert not checks.usable(B, TARGET, engine.now)
+
+
 def test_a_pair_rests_and_is_tried_again() -> None:
     checks = FetchChecks()
     engine = Engine(checks)
@@ -106,6 +134,33 @@ def test_a_pair_rests_and_is_tried_again() -> None:
     assert checks.take_results() == {NOT_FETCHED: 1, FETCHED: 1}
 
 
+def test_an_answer_after_the_page_was_asked_for_waits_for_the_next_page() -> None:
+    """A page that comes late says nothing about what happened meanwhile."""
+    checks = FetchChecks()
+    engine = Engine(checks)
+    before = engine.now
+    for source in (A, B):
+        for _ in range(MAX_MISSED_TRANSFERS):
+            engine.answer(source, 500, fetched=True)
+    engine.now += LATER
+    checks.sampled(TARGET, 500, 0, {}, before, engine.now)
+    assert checks.take_results() == {}
+    engine.scrape()
+    assert checks.take_results() == {FETCHED: 2 * MAX_MISSED_TRANSFERS}
+
+
+def test_a_pair_of_which_none_was_fetched_gets_few_requests_however_it_is_judged() -> None:
+    checks = FetchChecks()
+    engine = Engine(checks)
+    given = 0
+    while checks.usable(A, TARGET, engine.now):
+        engine.answer(A, 500, fetched=False)
+        given += 1
+        if given == MAX_MISSED_TRANSFERS - 1:
+            engine.scrape()
+    assert given == MAX_UNJUDGED_TRANSFERS
+
+
 def test_an_unjudged_pair_gets_few_requests() -> None:
     checks = FetchChecks()
     engine = Engine(checks)
@@ -118,7 +173,7 @@ def test_an_unjudged_pair_gets_few_requests() -> None:
 
 def test_an_engine_without_counters_is_not_judged() -> None:
     checks = FetchChecks()
-    checks.sampled(TARGET, None, None, 0.0, 1.0)
+    checks.sampled(TARGET, None, None, {}, 1.0, 1.0)
     for _ in range(2 * MAX_UNJUDGED_TRANSFERS):
         checks.booked(A, TARGET, 1.0)
         checks.answered(A, TARGET, 100.0, 1.0)
@@ -142,7 +197,7 @@ def test_what_is_counted_before_the_first_token_is_kept(gone: bool) -> None:
     checks = FetchChecks()
     engine = Engine(checks)
     engine.fetched += 800
-    engine.scrape(coming=800.0)
+    engine.scrape(i1=800.0)
     checks.answered(A, TARGET, 800.0, engine.now)
     engine.computed += 5000  # of others
     if gone:
