@@ -24,7 +24,14 @@ from hetlb.balancer.clients import connection
 from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core import evidence_table
+from hetlb.balancer.core import (
+    client_answers,
+    evidence_table,
+    fair_shares,
+    predictor,
+    prefix_index,
+    refused_kinds,
+)
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
@@ -41,6 +48,7 @@ from hetlb.balancer.http import (
     request_reader,
     sse,
 )
+from hetlb.balancer.telemetry import counters
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
@@ -431,6 +439,30 @@ def limits_page() -> str:
             "not read; such metrics once a minute",
         ),
     )
+    kept_of_clients = (
+        (
+            "lengths of a tenant's answers, by model",
+            f"{predictor.MOST_TENANTS:,}",
+            "the one with the oldest answer goes: its answers are predicted by the model's",
+        ),
+        ("use by tenant and model", f"{counters.MAX_ACCOUNTS:,}", "later ones count as `other`"),
+        (
+            "service of a tenant without requests",
+            f"{fair_shares._IDLE_TENANTS:,}",
+            "the one idle for longest goes: it starts level with the tenants that ask",
+        ),
+        (
+            "prefixes and conversations that no request uses",
+            f"{prefix_index.MOST_UNUSED_NODES:,}, and the room of the KV caches",
+            "the one unused for longest goes",
+        ),
+        ("clients that lost an answer", f"{client_answers._MOST_CLIENTS}", "the oldest goes"),
+        (
+            "kinds of requests that an instance refused; clients that asked for them",
+            f"{refused_kinds._MOST_KINDS} each",
+            "the oldest goes",
+        ),
+    )
     of_all = [(each.reads, each.of, each.bound, each.else_) for each in READERS]
     parts = (
         "# Limits",
@@ -443,6 +475,9 @@ def limits_page() -> str:
         "Each reads in linear time and keeps a bounded number of bytes. At its bound one thing is lost, as "
         "the last column says, and nothing else.",
         "\n".join(_table(("what", "of", "bound", "at it"), of_all)),
+        "## Kept of clients after their requests",
+        "Memory and the work of a request do not grow with the number of tenants, sessions and request ids.",
+        "\n".join(_table(("what", "most", "beyond"), kept_of_clients)),
         "## Headers of clients that engines get",
         ", ".join(f"`{name.decode()}`" for name in sorted(forward_headers._FORWARDED))
         + "; headers in `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "

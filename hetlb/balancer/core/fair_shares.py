@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -10,8 +11,10 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Request, RequestId
 
-#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
-_KEPT_TENANTS: Final = 1024
+#: Tenants without requests that are kept; of more the one idle for longest is forgotten.
+_IDLE_TENANTS: Final = 1024
+#: Entries of the heap of levels beyond two for each tenant that asks.
+_MOST_LEFT: Final = 64
 #: Requests and bytes of a tenant without any.
 _NO_SHARE: Final = [0, 0]
 
@@ -34,6 +37,7 @@ class FairShares:
     A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024) that counts
     running work: a tenant that comes starts level with the least that another had beyond what runs for it,
     so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
+    The work of a call does not grow with the number of tenants.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -41,6 +45,11 @@ class FairShares:
         self._queue = queue
         self._limits = queue.limits
         self._known: dict[str | None, _Tenant] = {}
+        #: Tenants without requests, the one idle for longest first.
+        self._idle: dict[str | None, _Tenant] = {}
+        #: Tenants that ask, and some that did, by a level at or below their own: it never falls meanwhile.
+        self._levels: list[tuple[float, int, str | None]] = []
+        self._pushed = 0
         self._floor = 0.0
         #: Requests and bytes that wait, by tenant.
         self.waiting: dict[str | None, list[int]] = {}
@@ -55,28 +64,55 @@ class FairShares:
         """Return the stated share of a tenant, else 1."""
         return 1.0 if tenant is None else self._limits.tenant_weights.get(tenant, 1.0)
 
+    def _asks(self, tenant: str | None, found: _Tenant) -> bool:
+        return found.running > 0 or tenant in self.waiting
+
     def _come(self, tenant: str | None) -> _Tenant:
         """Return a tenant that asks; without running requests it starts level with the others that ask."""
         found = self._known.get(tenant)
         if found is not None and found.running > 0:
             return found
-        known, waiting = self._known, self.waiting
-        levels = [
-            each.served - each.running / each.weight
-            for name, each in known.items()
-            if each.running > 0 or name in waiting
-        ]
-        self._floor = max(self._floor, min(levels, default=self._floor))
+        self._raise_floor()
         if found is None:
-            found = known[tenant] = _Tenant(self._weight(tenant))
+            found = self._idle.pop(tenant, None) or _Tenant(self._weight(tenant))
+            self._known[tenant] = found
         found.served = max(found.served, self._floor)
-        if len(known) > _KEPT_TENANTS:
-            self._known = {
-                name: each
-                for name, each in known.items()
-                if each.served > self._floor or each.running > 0 or name in waiting or name == tenant
-            }
+        self._pushed += 1
+        heappush(self._levels, (found.served, self._pushed, tenant))
         return found
+
+    def _raise_floor(self) -> None:
+        """Raise the floor to the least level of the tenants that ask."""
+        levels, known = self._levels, self._known
+        if len(levels) > 2 * len(known) + _MOST_LEFT:
+            self._levels = levels = [
+                (each.served - each.running / each.weight, number, name)
+                for number, (name, each) in enumerate(known.items())
+                if self._asks(name, each)
+            ]
+            heapify(levels)
+        while levels:
+            level, number, name = levels[0]
+            each = known.get(name)
+            if each is None or not self._asks(name, each):
+                heappop(levels)
+                continue
+            own = each.served - each.running / each.weight
+            if own <= level:
+                self._floor = max(self._floor, own)
+                return
+            heapreplace(levels, (own, number, name))
+
+    def _rest(self, tenant: str | None) -> None:
+        """Keep a tenant without requests among the last ones."""
+        found = self._known.get(tenant)
+        if found is None or self._asks(tenant, found):
+            return
+        idle = self._idle
+        idle[tenant] = found
+        del self._known[tenant]
+        if len(idle) > _IDLE_TENANTS:
+            del idle[next(iter(idle))]
 
     def booked(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant began."""
@@ -91,10 +127,12 @@ class FairShares:
         found = self._known.get(tenant)
         if found is not None:
             found.running = max(0, found.running - tokens)
+            if not found.running:
+                self._rest(tenant)
 
     def served(self, tenant: str | None) -> float:
         """Return the tokens that a tenant was served, over its weight."""
-        found = self._known.get(tenant)
+        found = self._known.get(tenant) or self._idle.get(tenant)
         return self._floor if found is None else found.served
 
     # --- the queue ---
@@ -115,6 +153,7 @@ class FairShares:
         share[1] -= request.body_bytes
         if not share[0]:
             del self.waiting[request.tenant]
+            self._rest(request.tenant)
 
     def may_wait(self, request: Request) -> bool:
         """Return True if one more request stays within its tenant's share of the bounds."""

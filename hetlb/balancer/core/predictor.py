@@ -83,23 +83,30 @@ HALF_LIFE_ANSWERS: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
 #: Squared shares of limits that stand against the first answers.
 _LIMIT_PRIOR_WEIGHT: Final = 0.5
+_NOTHING: Final = (0.0, 0.0)
+
+
+#: Limits of requests of which a histogram keeps what is below them.
+_MOST_LIMITS: Final = 64
 
 
 class _Histogram:
     """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together.
 
-    Sums over the buckets are made anew at each of the first answers, then every 16th.
+    Buckets with lengths alone take memory: one is kept for each tenant. Sums over them are made anew at each
+    of the first answers, then every 16th.
     """
 
     def __init__(self) -> None:
-        size = _bucket(_MOST_TOKENS) + 1
-        self._counts = [0.0] * size
-        self._totals = [0.0] * size
-        #: The buckets that hold something, ascending; the sums end with the last of them.
+        #: The buckets that hold something, ascending, and what they hold.
         self._used: list[int] = []
+        self._counts: list[float] = []
+        self._totals: list[float] = []
+        #: The buckets at the last sums, and the sums up to each.
+        self._summed: list[int] = []
         self._cum_counts: list[float] = []
         self._cum_totals: list[float] = []
-        #: Of the caps that were asked for since: where they fall, and what is below.
+        #: Of the caps that were asked for since: the place of their bucket (-1: none), and what is below.
         self._below: dict[int, tuple[int, float, float]] = {}
         #: The bucket that holds a long answer.
         self._long_at = 0
@@ -107,24 +114,34 @@ class _Histogram:
         self._fresh = False
         self.seen = 0
         #: By doubling of the limit: see `share`.
-        self._moved = [0.0] * 64
-        self._room = [0.0] * 64
+        self._followed: dict[int, tuple[float, float]] = {}
+
+    def _place(self, index: int) -> int:
+        """Return the place of a bucket, -1 if it holds nothing."""
+        place = bisect.bisect_left(self._used, index)
+        return place if place < len(self._used) and self._used[place] == index else -1
 
     def add(self, tokens: int) -> None:
         """Count one length. The growing unit decays older ones without touching them."""
         index = _bucket(tokens)
         unit = self._unit
-        if not self._counts[index] and index not in self._used:
-            bisect.insort(self._used, index)
-        self._counts[index] += unit
-        self._totals[index] += unit * tokens
+        place = self._place(index)
+        if place < 0:
+            place = bisect.bisect_left(self._used, index)
+            self._used.insert(place, index)
+            self._counts.insert(place, 0.0)
+            self._totals.insert(place, 0.0)
+            self._below.clear()
+        self._counts[place] += unit
+        self._totals[place] += unit * tokens
         self._unit = unit = unit * _GROWTH
         self.seen += 1
         if unit > 1e100:
             self._counts = [count / unit for count in self._counts]
             self._totals = [total / unit for total in self._totals]
-            self._moved = [moved / unit for moved in self._moved]
-            self._room = [room / unit for room in self._room]
+            self._followed = {
+                doubling: (moved / unit, room / unit) for doubling, (moved, room) in self._followed.items()
+            }
             self._unit = 1.0
         if self.seen < 64 or self.seen % 16 == 0:
             self._fresh = False
@@ -132,8 +149,9 @@ class _Histogram:
     def follow(self, limit: int, expected: float, tokens: float) -> None:
         """Count how far an answer went to its limit; `expected` is E[min(O, limit)] before it."""
         room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
-        self._moved[doubling] += self._unit * room * (tokens - expected) / limit
-        self._room[doubling] += self._unit * room * room
+        moved, rooms = self._followed.get(doubling, _NOTHING)
+        moved += self._unit * room * (tokens - expected) / limit
+        self._followed[doubling] = (moved, rooms + self._unit * room * room)
 
     def share(self, limit: int, prior: float = 0.0) -> float:
         """Return the part of the way from expectation to such a limit that answers go: `prior` before any.
@@ -141,28 +159,28 @@ class _Histogram:
         The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
         where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
         """
-        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR_WEIGHT * self._unit
-        share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
+        moved, room = self._followed.get(min(63, limit.bit_length()), _NOTHING)
+        weight = _LIMIT_PRIOR_WEIGHT * self._unit
+        share = (moved + weight * prior) / (room + weight)
         return 0.0 if share < 0.0 else min(1.0, share)
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
         """Return (E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
         if not self._fresh:
             self._refresh()
-        n = self._cum_counts[-1]
-        if n == 0:
+        if not self._summed:
             return 0.0, 0.0
+        n = self._cum_counts[-1]
         if cap is None:
             return self._cum_totals[-1] / n, n / self._unit
         known = self._below.get(cap)
         if known is None:
-            index = _bucket(min(cap, _MOST_TOKENS))
-            last = min(index, len(self._cum_counts)) - 1
-            known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
-            self._below[cap] = known
-        index, below_count, below_total = known
+            known = self._look_below(cap)
+        place, below_count, below_total = known
         # Within the cap's own bucket every length counts as at most the cap.
-        count, inside = self._counts[index], self._totals[index]
+        count = inside = 0.0
+        if place >= 0:
+            count, inside = self._counts[place], self._totals[place]
         if cap * count < inside:
             inside = cap * count
         above = n - below_count - count
@@ -170,21 +188,31 @@ class _Histogram:
             above = 0.0
         return (below_total + inside + cap * above) / n, n / self._unit
 
+    def _look_below(self, cap: int) -> tuple[int, float, float]:
+        index = _bucket(min(cap, _MOST_TOKENS))
+        last = bisect.bisect_left(self._summed, index) - 1
+        counts, totals = (self._cum_counts[last], self._cum_totals[last]) if last >= 0 else (0.0, 0.0)
+        if len(self._below) >= _MOST_LIMITS:
+            self._below.clear()
+        self._below[cap] = known = (self._place(index), counts, totals)
+        return known
+
     @property
     def long(self) -> float:
         """Length of a long answer, the `LONG_SHARE` quantile: the mean of the bucket that holds it."""
         if not self._fresh:
             self._refresh()
-        count = self._counts[self._long_at]
-        return self._totals[self._long_at] / count if count else 0.0
+        place = self._place(self._long_at)
+        return self._totals[place] / self._counts[place] if place >= 0 else 0.0
 
     def _refresh(self) -> None:
-        counts, totals, used = self._counts, self._totals, self._used
-        end = used[-1] + 1 if used else 1
-        self._cum_counts = list(accumulate(counts[:end]))
-        self._cum_totals = list(accumulate(totals[:end]))
+        self._summed = list(self._used)
+        self._cum_counts = list(accumulate(self._counts))
+        self._cum_totals = list(accumulate(self._totals))
         self._below.clear()
-        self._long_at = bisect.bisect_left(self._cum_counts, LONG_SHARE * self._cum_counts[-1])
+        if self._summed:
+            place = bisect.bisect_left(self._cum_counts, LONG_SHARE * self._cum_counts[-1])
+            self._long_at = self._summed[place]
         self._fresh = True
 
 

@@ -52,9 +52,9 @@ class PairRecord:
         self.fetched = self.missed = self.unjudged = self.rests = 0
         self.booked_at = self.rests_until = float("-inf")
 
-    def judge(self, fetched: bool, count: int, now: float) -> None:
-        """Add `count` transfers with one verdict."""
-        self.unjudged = 0
+    def judge(self, fetched: bool, count: int, left: int, now: float) -> None:
+        """Add `count` transfers with one verdict; `left` have their first token and none."""
+        self.unjudged = left
         if fetched:
             self.fetched += count
             self.missed = self.rests = 0
@@ -127,7 +127,7 @@ class FetchChecks:
     def failed(self, source: Instance, target: Instance, now: float) -> None:
         """Judge a transfer that failed before a first token."""
         record = self._record(source, target)
-        record.judge(False, 1, now)
+        record.judge(False, 1, 0, now)
         self.restrained = self.restrained or record.rests > 0
 
     def sampled(
@@ -212,7 +212,8 @@ class FetchChecks:
             self._count(FETCHED if reached else NOT_FETCHED, count)
             record = self._pairs.get((source, target.incarnation))
             if record is not None:
-                record.judge(reached, count, now)
+                left = sum([each[0] == source for each in later])
+                record.judge(reached, count, left, now)
                 self.restrained = self.restrained or record.rests > 0
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
         kept.due = later

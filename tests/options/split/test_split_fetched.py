@@ -42,7 +42,8 @@ async def test_a_pair_that_fetches_nothing_is_left_alone(tmp_path: Path, policy:
         await fleet.idle()
         results = fleet.handovers
         assert "done" not in results
-        assert MAX_MISSED_TRANSFERS <= sum(results.values()) <= MAX_UNJUDGED_TRANSFERS
+        # One may be on its way at a verdict.
+        assert MAX_MISSED_TRANSFERS <= sum(results.values()) <= MAX_UNJUDGED_TRANSFERS + 1
         assert (await fleet.ask())[3] is None
         assert fleet.handovers == results
         admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
