@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from helpers import outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, document, serving
+from proxy.upstreams import plain
 
 from hetlb.balancer.clients import key_limits as limits
 from hetlb.balancer.clients.api_keys import LimitsTable
 from hetlb.balancer.clients.key_limits import WINDOW_S, Limiter, duration
+from hetlb.balancer.http.answer_text import tokens_of_text
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.telemetry import events
 
@@ -93,6 +96,33 @@ def test_times_as_openai_writes_them(seconds: float, text: bytes) -> None:
 
 
 # --- through the proxy ---
+
+
+@pytest.mark.parametrize("where", ["text", "content", "reasoning_content", "arguments"])
+async def test_an_answer_without_usage_counts_by_its_text(tmp_path: Path, where: str) -> None:
+    """Answers of 40 words and no `usage`: a prompt and an answer, twice, are beyond 70 tokens."""
+    keys(tmp_path, {"limits": {"tokens_per_minute": 70}})
+    text = json.dumps(
+        {"choices": [{"index": 0, where: "x " * 40, "finish_reason": "stop"}], "user": "y " * 99}
+    )
+    async with Engine(plain(text.encode())) as engine:
+        fleet = document(engine, proxy={"api_keys_file": "keys.yaml"})
+        async with serving(tmp_path, fleet) as running:
+            statuses = [(await ask(running)).status for _ in range(4)]
+    assert statuses == [200, 200, 429, 429]
+
+
+@given(st.binary(max_size=2000))
+def test_the_estimate_of_any_bytes_is_a_count(body: bytes) -> None:
+    assert 0 <= tokens_of_text(body, len(body), 4.0) <= len(body) + 1
+
+
+def test_a_long_answer_counts_by_the_text_of_its_end() -> None:
+    tail = b'"text":"' + b"word " * 100 + b'"}'
+    assert tokens_of_text(tail, len(tail), 4.0) == 125
+    assert tokens_of_text(tail, 10 * len(tail), 4.0) == 1250
+    backslashes = b"\\" * 400_000
+    assert tokens_of_text(b'"text":"' + backslashes, 400_008, 4.0) == 100_000
 
 
 async def test_requests_beyond_a_limit_are_429_and_say_when_to_come_again(tmp_path: Path) -> None:

@@ -98,5 +98,9 @@ class TokenEstimator:
         else:
             self.text[model].learn(text_bytes, tokens)
 
+    def text_ratio(self, model: str) -> float:
+        """Return the bytes of a token of text."""
+        return self.text.get(model, _NO_TEXT).value
+
     def _text_tokens(self, model: str, text_bytes: float) -> float:
-        return text_bytes / self.text.get(model, _NO_TEXT).value
+        return text_bytes / self.text_ratio(model)

@@ -156,7 +156,8 @@ class Driver(Host):
         assert outcome is not None
         assert ended_at is not None
         if record.ticket is not None:
-            record.ticket.ended(record.prompt_tokens_total, record.output_tokens, ended_at)
+            output = record.output_tokens or record.estimated_output_tokens
+            record.ticket.ended(record.prompt_tokens_total, output, ended_at)
         lease, scheduling = record.lease, self.scheduling
         ended = self._ended
         ended.append(record)

@@ -496,6 +496,12 @@ def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
     completion, prompt, cached = answer.usage()
     exchange, record = attempt.exchange, attempt.exchange.record
     sensible = record.counted(completion, prompt, cached)
+    uncounted = completion is None and answer.stream is None and not answer.refuses
+    if uncounted and record.ticket is not None and record.request.generates:
+        from hetlb.balancer.http.answer_text import tokens_of_text
+
+        text = attempt.driver.token_estimator.text_ratio(record.request.model)
+        record.estimated_output_tokens = tokens_of_text(answer.tail, answer.length or 0, text)
     if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
         attempt.driver.learn_prompt(record.request.model, exchange.call, prompt)
 

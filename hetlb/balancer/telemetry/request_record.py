@@ -40,7 +40,8 @@ class RequestRecord:
 
     __slots__ = (
         "address", "arrived_at", "cached_tokens", "dispatched_at", "end", "ended_at", "ended_in",
-        "estimated_prompt_tokens", "first_byte_at", "kind", "label", "lease", "method", "not_resumed",
+        "estimated_output_tokens", "estimated_prompt_tokens", "first_byte_at", "kind", "label", "lease",
+        "method", "not_resumed",
         "outcome", "path", "prefill_instance", "request", "resumed", "resumed_tokens", "retries", "status",
         "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
@@ -89,6 +90,8 @@ class RequestRecord:
         self.estimated_prompt_tokens = estimated_prompt_tokens
         #: Tokens of all prompts by the engine's `usage`, None without one.
         self.usage_prompt_tokens: int | None = None
+        #: Output tokens of an answer whose engine counts none, for the limits of its key.
+        self.estimated_output_tokens = 0
         #: Prompt tokens that the engine read from its prefix cache, None where it does not say.
         self.cached_tokens: int | None = None
         self.arrived_at = now
