@@ -31,8 +31,8 @@ from typing import Any
 import yaml
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.tools.loadtest.load_result import platform_document
 from hetlb.tools.loadtest.processes import helper_processes
-from hetlb.tools.loadtest.result_files import platform_document
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.sim.study import make_study
 from hetlb.tools.workload.arrivals import Load

@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
+from hetlb.tools.loadtest.load_result import platform_document
 from hetlb.tools.loadtest.processes import helper_processes
-from hetlb.tools.loadtest.result_files import platform_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "loadtest_agreement.json"

@@ -28,7 +28,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.tools.loadtest.result_files import platform_document
+from hetlb.tools.loadtest.load_result import platform_document
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[0] / "results"

@@ -46,8 +46,8 @@ from options.pick.frames import HEADERS as HEADERS_FRAME
 from options.pick.gateway import PROCESS, Gateway
 from proxy.frames import frame as websocket_frame
 
-from hetlb.options.tunnel.websocket import accept_of
-from hetlb.tools.loadtest.result_files import platform_document
+from hetlb.options.tunnel.realtime import accept_of
+from hetlb.tools.loadtest.load_result import platform_document
 
 MOST_ADDED_MS = 50.0
 ALIAS = "alias"

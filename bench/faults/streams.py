@@ -33,7 +33,7 @@ import yaml
 from common import busy
 from engine import HEAD, chunk, plain, read_request
 
-from hetlb.tools.loadtest.result_files import platform_document
+from hetlb.tools.loadtest.load_result import platform_document
 
 MOST_MIB = 80.0
 ENGINES = 4

@@ -28,7 +28,7 @@ from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
 from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
 from hetlb.tools.loadtest.load_plot import write_load_plot
-from hetlb.tools.loadtest.result_files import (
+from hetlb.tools.loadtest.load_result import (
     csv_text,
     default_filename,
     json_text,
@@ -40,9 +40,8 @@ from hetlb.tools.plots import picture_path
 from hetlb.tools.tables import Console
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
-from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.tools.workload.rows import Row, classes_of
-from hetlb.tools.workload.trace_formats import read_trace
+from hetlb.tools.workload.trace_formats import custom_rows, random_rows, read_trace, sharegpt_rows
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Default number of requests of random and sharegpt, as in `vllm bench serve`.

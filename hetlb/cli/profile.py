@@ -29,14 +29,14 @@ from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.client import EngineClient
-from hetlb.tools.profiler.plot import write_plot
-from hetlb.tools.profiler.probe import probe_host
+from hetlb.tools.profiler.shown import write_plot
 from hetlb.tools.profiler.sources import (
     Measurements,
     data_sheet,
     profile_of,
     read_csv,
 )
+from hetlb.tools.profiler.sweep import probe_host
 from hetlb.tools.tables import Console
 
 _SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"

@@ -28,9 +28,8 @@ import hetlb.tools.demo
 from hetlb.cli.main import main
 from hetlb.errors import InputError
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
-from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.loadtest.load_result import LoadResult, csv_text
 from hetlb.tools.loadtest.processes import helper_processes
-from hetlb.tools.loadtest.result_files import csv_text
 from hetlb.tools.loadtest.runs import measure
 from hetlb.tools.workload.arrivals import make_plan
 from hetlb.tools.workload.trace_formats import read_trace

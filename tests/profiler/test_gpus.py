@@ -13,7 +13,7 @@ from hetlb.balancer.config.gpus import GPUS, find_gpu, gpu_named
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
-from hetlb.tools.models.attention_work import AttentionWork, causal_pairs
+from hetlb.tools.models.layer import AttentionWork, causal_pairs
 from hetlb.tools.models.model_facts import read_facts, stated_facts
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.profiler.sources import Roofline

@@ -17,9 +17,8 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import DecodeTable
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes
-from hetlb.tools.profiler.probe import probe_host
 from hetlb.tools.profiler.sources import assumed_host
-from hetlb.tools.profiler.sweep import BusyError
+from hetlb.tools.profiler.sweep import BusyError, probe_host
 
 TABLES = msgspec.convert(PROFILE, Profile).latency
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hetlb.errors import TraceError
 from hetlb.tools.workload.chats import estimate_tokens
-from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
-from hetlb.tools.workload.trace_formats import read_trace
+from hetlb.tools.workload.trace_formats import custom_rows, random_rows, read_trace, sharegpt_rows
 
 
 def written(tmp_path: Path, text: str, name: str = "data.txt") -> Path:

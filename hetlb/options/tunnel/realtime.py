@@ -7,6 +7,9 @@ until either side closes. The model is the handshake's.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 from typing import Final
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
@@ -25,7 +28,22 @@ from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import response_lines
 from hetlb.balancer.http.http1 import GateError, RequestHead
-from hetlb.options.tunnel.websocket import VERSION, accept_of, is_key
+
+#: The only version there is.
+VERSION: Final = b"13"
+_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+
+
+def is_key(value: bytes) -> bool:
+    """Return True for a Sec-WebSocket-Key: 16 bytes in base64."""
+    return _KEY.fullmatch(value) is not None
+
+
+def accept_of(key: bytes) -> bytes:
+    """Return the Sec-WebSocket-Accept that answers a Sec-WebSocket-Key."""
+    return base64.b64encode(hashlib.sha1(key + _GUID, usedforsecurity=False).digest())
+
 
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"

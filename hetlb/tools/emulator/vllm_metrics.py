@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from hetlb.tools.emulator.kv_transfer import KvExchange
 from hetlb.tools.emulator.real_time import RealTimeEngine
 from hetlb.tools.emulator.sleep_mode import SleepMode
-from hetlb.tools.openai.metrics_page import counter, gauge, page
+from hetlb.tools.openai.application import counter, gauge, page
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 #: vLLM's own upper bounds of its histogram of tokens per iteration.

@@ -6,13 +6,22 @@ are named instead of being reported as the server's latency.
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
+import os
+import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
+from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
+import hetlb
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import (
     METRICS,
@@ -224,3 +233,37 @@ def _rate(times_s: Sequence[float]) -> float | None:
     """Return requests per second, None if they are all at once."""
     span = max(times_s, default=0.0) - min(times_s, default=0.0)
     return (len(times_s) - 1) / span if span > 0 else None
+
+
+def platform_document() -> dict[str, Any]:
+    return {
+        "hetlb": hetlb.__version__,
+        "python": platform.python_version(),
+        "aiohttp": version("aiohttp"),
+        "uvloop": version("uvloop"),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def default_filename(model: str, rates: str, when: datetime) -> str:
+    """Return `RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
+    name = f"{rates}qps-{model.rsplit('/', 1)[-1]}-{when:%Y%m%d-%H%M%S}.json"
+    return re.sub(r"[^\w.,+-]", "_", name)
+
+
+def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
+    columns = dict.fromkeys(
+        key for run in runs for key, value in run.items() if not isinstance(value, dict | list)
+    )
+    columns["verdict"] = None
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for run in runs:
+        writer.writerow({**run, "verdict": run["client"]["verdict"]})
+    return text.getvalue()
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, allow_nan=False)

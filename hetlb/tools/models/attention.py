@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hetlb.errors import ConfigError
 from hetlb.tools.models.config_keys import ConfigKeys
-from hetlb.tools.models.family import Family
-from hetlb.tools.models.layer import Heads, Mixer, Scope, Weights, linear, plain
+from hetlb.tools.models.layer import Family, Heads, Mixer, Scope, Weights, linear, plain
 
 #: Sizes of DeepSeek-V2 and later, for classes without a default.
 _NOPE_SIZE, _ROPE_SIZE, _VALUE_SIZE = 128, 64, 128

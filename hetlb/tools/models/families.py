@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hetlb.tools.models import special
 from hetlb.tools.models.attention import compressed
-from hetlb.tools.models.family import Family
+from hetlb.tools.models.layer import Family
 from hetlb.tools.models.layer_kinds import (
     all_full_numbers,
     all_latent,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hetlb.errors import ConfigError
 from hetlb.tools.models.config_keys import ConfigKeys
-from hetlb.tools.models.family import Family
-from hetlb.tools.models.layer import FeedForward, Weights, linear, plain
+from hetlb.tools.models.layer import Family, FeedForward, Weights, linear, plain
 
 
 def dense(family: Family, keys: ConfigKeys, key: str = "intermediate_size", size: int = 0) -> FeedForward:

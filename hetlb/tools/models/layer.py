@@ -5,8 +5,13 @@ Parameters are counted, caches are in values (not bytes); state is in bytes, as 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
+
+from hetlb.tools.models.config_keys import ConfigKeys
 
 
 class Scope(StrEnum):
@@ -103,3 +108,105 @@ def linear(name: str, rows: int, columns: int, bias: bool = False) -> tuple[Weig
 def plain(name: str, parameters: int) -> tuple[Weights, ...]:
     """Return parameters that are never quantised."""
     return (Weights(name, parameters, matrix=False),) if parameters else ()
+
+
+#: A fixed trait, or the config key that states it.
+Trait: TypeAlias = bool | str
+Kinds: TypeAlias = Callable[["Family", ConfigKeys], Sequence[Scope]]
+MixerOf: TypeAlias = Callable[["Family", ConfigKeys, int, Scope], Mixer]
+FeedForwardOf: TypeAlias = Callable[["Family", ConfigKeys, int], FeedForward]
+
+
+def only_full(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
+    """Return full attention for every layer."""
+    return [Scope.FULL] * keys.whole("num_hidden_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. `mixer`, `feed` None: by the layer's kind; dense or sparse feed-forward parts."""
+
+    kinds: Kinds = only_full
+    mixer: MixerOf | None = None
+    feed: FeedForwardOf | None = None
+    #: Whole layers at once, for architectures with layers of other parts.
+    layers: Callable[[Family, ConfigKeys], Sequence[Layer]] | None = None
+    #: Parameters beside layers, embeddings and output.
+    beside: Callable[[ConfigKeys], tuple[Weights, ...]] | None = None
+    gated: bool = True
+    #: Of queries, keys and values; of the attention's output; of the feed-forward part; or of all three.
+    biases: Trait | tuple[Trait, Trait, Trait] = ("attention_bias", "attention_bias", "mlp_bias")
+    #: Norms of queries and keys: none, per "head", or over "all" heads; or the key that switches "head" on.
+    qk_norm: str = ""
+    #: Vectors of the hidden size in a layer's norms; LayerNorm has a bias for each.
+    norms: int = 2
+    norm_bias: bool = False
+    #: Values that a query head's gate has: "" none, "value" one per value, "head" one per head.
+    out_gate: str = ""
+    router_bias: Trait = False
+    shared_gate: bool = False
+    head_bias: Trait = False
+    feed_name: str = "mlp"
+
+    def bias(self, part: int, keys: ConfigKeys) -> bool:
+        """Return True if a part has biases: 0 queries, keys and values; 1 the output; 2 the feed-forward."""
+        return self.has(self.biases[part] if isinstance(self.biases, tuple) else self.biases, keys)
+
+    def has(self, trait: Trait, keys: ConfigKeys) -> bool:
+        """Return the value of a trait."""
+        return trait if isinstance(trait, bool) else keys.flag(trait, False)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """FLOPs of `layers` layers alike, for each pair of a query and a key.
+
+    A pair costs two FLOPs for each value of the key, and two for each of the value: 2 * heads * (key + value).
+    A prompt of n tokens has n * (n + 1) / 2 pairs in a causal layer; a decode step at context c has c.
+    `pair_flops` are of prompts, `step_flops` of decode steps: a latent is multiplied itself then. A query
+    sees `most_tokens` keys at most (a window, or the keys that an index chooses); 0: all. `index_flops` are
+    of each pair, seen or not.
+    """
+
+    layers: int
+    pair_flops: float
+    step_flops: float
+    most_tokens: int = 0
+    index_flops: float = 0.0
+
+    def of_prompt(self, tokens: float) -> float:
+        """Return the FLOPs of one prompt."""
+        seen = causal_pairs(tokens, self.most_tokens)
+        return self.layers * (self.pair_flops * seen + self.index_flops * causal_pairs(tokens))
+
+    def of_step(self, context: float) -> float:
+        """Return the FLOPs of a decode step of one sequence with `context` tokens in the cache."""
+        seen = min(context, self.most_tokens) if self.most_tokens else context
+        return self.layers * (self.step_flops * seen + self.index_flops * context)
+
+
+def causal_pairs(tokens: float, most_tokens: int = 0) -> float:
+    """Return the query-key pairs of a prompt. A query sees at most `most_tokens` keys; 0: all before it."""
+    if not most_tokens or tokens <= most_tokens:
+        return tokens * (tokens + 1.0) / 2.0
+    return most_tokens * (most_tokens + 1.0) / 2.0 + (tokens - most_tokens) * most_tokens
+
+
+def attention_work(mixers: Iterable[Mixer]) -> tuple[AttentionWork, ...]:
+    """Return the work of a model's layers, equal ones together. States and convolutions have no pairs."""
+    found: Counter[tuple[float, float, int, float]] = Counter()
+    for mixer in mixers:
+        heads = mixer.heads
+        if heads is None or mixer.kind in (Scope.LINEAR, Scope.STATE, Scope.NONE):
+            continue
+        pair = 2.0 * heads.queries * (heads.key_size + heads.value_size)
+        # A latent (no KV heads) serves as key and value of all heads.
+        step = pair if heads.keys else 4.0 * heads.queries * (mixer.grows or mixer.window)
+        if mixer.kind is Scope.COMPRESSED:
+            # One latent for every `grows / size` tokens, beside a window.
+            found[pair * mixer.grows / heads.key_size, pair * mixer.grows / heads.key_size, 0, 0.0] += 1
+            step = pair
+        found[pair, step, mixer.window_tokens or mixer.chosen_tokens, mixer.index_flops] += 1
+    return tuple(
+        AttentionWork(layers, pair, step, most, index) for (pair, step, most, index), layers in found.items()
+    )

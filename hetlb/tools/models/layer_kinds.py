@@ -8,8 +8,7 @@ from typing import Final
 from hetlb.errors import ConfigError
 from hetlb.tools.models.attention import compress_ratios
 from hetlb.tools.models.config_keys import ConfigKeys
-from hetlb.tools.models.family import Family, Kinds, only_full
-from hetlb.tools.models.layer import Scope
+from hetlb.tools.models.layer import Family, Kinds, Scope, only_full
 
 #: Words of `layer_types` and their kind. Convolutions keep a state, too.
 _WORDS: Final = {

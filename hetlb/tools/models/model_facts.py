@@ -15,7 +15,6 @@ from typing import Any, Final
 from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.errors import ConfigError
-from hetlb.tools.models.attention_work import AttentionWork, attention_work
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted
 from hetlb.tools.models.families import (
@@ -26,10 +25,18 @@ from hetlb.tools.models.families import (
     family_by_keys,
     model_type_of,
 )
-from hetlb.tools.models.family import Family
 from hetlb.tools.models.feed_forward import feed_forward
 from hetlb.tools.models.kv_groups import KvBytes, allocated
-from hetlb.tools.models.layer import Layer, Scope, Weights, linear, plain
+from hetlb.tools.models.layer import (
+    AttentionWork,
+    Family,
+    Layer,
+    Scope,
+    Weights,
+    attention_work,
+    linear,
+    plain,
+)
 from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quantization
 from hetlb.tools.models.special import mixer_of
 from hetlb.tools.models.weights_file import Checkpoint

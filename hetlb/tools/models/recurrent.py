@@ -6,8 +6,7 @@ import math
 
 from hetlb.tools.models.attention import head_size
 from hetlb.tools.models.config_keys import ConfigKeys
-from hetlb.tools.models.family import Family
-from hetlb.tools.models.layer import Mixer, Scope, linear, plain
+from hetlb.tools.models.layer import Family, Mixer, Scope, linear, plain
 
 #: Bytes of a value of the model's own type, and of a 32-bit state.
 _VALUE_BYTES, _STATE_BYTES = 2, 4

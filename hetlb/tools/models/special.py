@@ -9,9 +9,8 @@ from typing import Any
 from hetlb.errors import ConfigError
 from hetlb.tools.models.attention import attention_of, grouped, head_size, latent, window_of
 from hetlb.tools.models.config_keys import ConfigKeys
-from hetlb.tools.models.family import Family
 from hetlb.tools.models.feed_forward import dense, experts_of, feed_forward, is_sparse, mixture
-from hetlb.tools.models.layer import FeedForward, Heads, Layer, Mixer, Scope, Weights, linear, plain
+from hetlb.tools.models.layer import Family, FeedForward, Heads, Layer, Mixer, Scope, Weights, linear, plain
 from hetlb.tools.models.recurrent import delta_net, kimi_delta, lightning, mamba1, mamba2, short_conv
 
 

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from statistics import median
 
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.engines.engine_metrics import EngineCounters
+from hetlb.balancer.engines.host_probe import PROMPT_TOKENS, HostProbe
 from hetlb.errors import HetlbError, InputError
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
 from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
@@ -465,3 +467,24 @@ def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
         ends = min(range(1, len(stamps)), key=lambda i: abs(stamps[i] - at_s))
         gaps.append(stamps[ends] - stamps[ends - 1])
     return median(gaps) if gaps else None
+
+
+async def probe_host(
+    client: EngineClient,
+    facts: ServerFacts,
+    latency: LatencyModel,
+    rng: random.Random,
+    clock: Callable[[], float] = time.monotonic,
+) -> LatencyModel:
+    """Return a latency model with the host time that an idle server adds, in place of the assumed one.
+
+    Raises `BusyError` if others use the server, `ServerFailed` if it does not answer.
+    """
+    if not await settled(client, facts):
+        raise BusyError("the server is busy with the work of others: its host time cannot be measured")
+    probe = HostProbe(latency, facts.capacity.max_model_len)
+    while tokens := probe.next_tokens():
+        began = clock()
+        (times,) = await client.complete(distinct_prompts(rng, 1, PROMPT_TOKENS), tokens)
+        probe.answered(times.first_s - began, times.step_s(times.first_s, times.last_s), clock() - began)
+    return probe.found()

@@ -19,8 +19,7 @@ import hetlb
 from hetlb.app_listener import AppListener
 from hetlb.balancer.core.types import RejectReason
 from hetlb.tools.openai.answers import DONE, Envelope, event, model_list, usage
-from hetlb.tools.openai.application import application
-from hetlb.tools.openai.metrics_page import counter, gauge, page
+from hetlb.tools.openai.application import application, counter, gauge, page
 from hetlb.tools.openai.requests import ApiError, ChatRequest, unknown_model
 from hetlb.tools.stage.coordinator import Coordinator, Sequence
 from hetlb.tools.stage.questions import QuestionReader, Questions

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from hetlb.app_listener import AppListener
 from hetlb.tasks import ended
-from hetlb.tools.openai.metrics_page import counter, gauge, page
+from hetlb.tools.openai.application import counter, gauge, page
 from hetlb.tools.paths.stages import Curve
 from hetlb.tools.stage.auth import Challenges, NotProven
 from hetlb.tools.stage.batching import Batcher, StageLease, Work

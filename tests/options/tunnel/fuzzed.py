@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzz.costs import KEPT, READ, Make, Reader, pieces
 
 from hetlb.balancer.clients.model_names import ModelNames
-from hetlb.options.tunnel.websocket import accept_of
+from hetlb.options.tunnel.realtime import accept_of
 
 UPGRADE = (
     b"GET /v1/realtime?model=alias HTTP/1.1\r\nhost: p\r\nconnection: upgrade\r\nupgrade: websocket\r\n"

@@ -17,7 +17,7 @@ from proxy.upstreams import plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from hetlb.options.tunnel.websocket import accept_of
+from hetlb.options.tunnel.realtime import accept_of
 
 
 async def agree(visit: Visit) -> None:

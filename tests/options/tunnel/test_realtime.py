@@ -21,7 +21,7 @@ from proxy.upstreams import Visit, plain
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from hetlb.options.tunnel.websocket import accept_of
+from hetlb.options.tunnel.realtime import accept_of
 
 HANDSHAKE = (
     b"GET /v1/realtime?model=m HTTP/1.1\r\nhost: here\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
