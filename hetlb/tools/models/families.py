@@ -337,7 +337,7 @@ _NAMED: Final[Mapping[str, str]] = {
 _CAUSAL: Final = re.compile(r"(\w+?)(ForCausalLM|LMHeadModel)")
 #: Architectures that generate text, and tasks of others around the same layers.
 GENERATES: Final = re.compile(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)")
-OTHER_TASK: Final = re.compile(r"\w*(Classification|Embedding|Reward|Retrieval|MaskedLM|Scor)\w*")
+OTHER_TASK: Final = re.compile(r"Classification|Embedding|Reward|Retrieval|MaskedLM|Scor")
 #: Model types by their names without "_" and "text", as names of architectures have them.
 _SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in FAMILIES}
 

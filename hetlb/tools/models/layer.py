@@ -161,7 +161,7 @@ class Family:
 class AttentionWork:
     """FLOPs of `layers` layers alike, for each pair of a query and a key.
 
-    A pair costs two FLOPs for each value of the key, and two for each of the value: 2 * heads * (key + value).
+    A pair costs two FLOPs for each number of the key and of the value: 2 * heads * (key + value).
     A prompt of n tokens has n * (n + 1) / 2 pairs in a causal layer; a decode step at context c has c.
     `pair_flops` are of prompts, `step_flops` of decode steps: a latent is multiplied itself then. A query
     sees `most_tokens` keys at most (a window, or the keys that an index chooses); 0: all. `index_flops` are

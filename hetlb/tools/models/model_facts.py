@@ -292,7 +292,7 @@ def _language_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | No
             inner = table
     if inner is raw:
         return raw, architecture
-    if architecture is not None and OTHER_TASK.fullmatch(architecture):
+    if architecture is not None and OTHER_TASK.search(architecture):
         raise ConfigError(f"architectures: expected a model that generates text, got {architecture!r}")
     return inner, _architecture(inner)
 
