@@ -46,8 +46,15 @@ def _lines(facts: ModelFacts) -> list[str]:
             f"{facts.kv_bytes(tokens) / 1e6:,.4g} MB at {tokens:,} tokens" for tokens in _SHOWN_TOKENS
         ),
         *given,
-        f"  degrees     tensor parallel {degrees}" + ("; expert parallel" if facts.expert_parallel else ""),
+        f"  degrees     tensor parallel {degrees}" + _experts(facts),
     ]
+
+
+def _experts(facts: ModelFacts) -> str:
+    if not facts.expert_parallel:
+        return ""
+    more = ", ".join(map(str, facts.whole_experts_sizes))
+    return "; expert parallel" + (f" (with whole experts also {more})" if more else "")
 
 
 def _cache(of: KvBytes) -> str:

@@ -182,7 +182,13 @@ def _probed(args: argparse.Namespace, profile: Profile) -> Profile:
 def _from_data_sheet(args: argparse.Namespace, degree: int) -> Measurements:
     """Return the estimate for a GPU of the table. Raises `ConfigError`, `InputError`."""
     facts = load_facts(args.config, args.model)
-    if why := "" if facts.shape is None else refusal(facts.shape, degree):
+    # Experts stay whole if vLLM takes the degree in no other way.
+    shape, whole = facts.shape, facts.expert_parallel
+    if (
+        shape
+        and (why := refusal(shape, degree))
+        and (not whole or refusal(shape, degree, expert_parallel=True))
+    ):
         raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
     found = data_sheet(gpu_named(args.gpu, "--gpu"), facts, degree)
     if found.engine.kv_cache_tokens is None:

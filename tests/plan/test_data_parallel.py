@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,15 @@ import yaml
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile, profiles_of
 from hetlb.cli.main import main
-from hetlb.tools.plan.cluster import load_cluster
+from hetlb.errors import PlanError
+from hetlb.tools.plan.check import check_split
+from hetlb.tools.plan.cluster import load_cluster, load_split
 from hetlb.tools.plan.common.data_parallel import Degrees, data_parallel_degrees, rank_tokens
 from hetlb.tools.plan.configurations import candidates
+from hetlb.tools.plan.disaggregation.cost import GroupTable, ProfileCost
+from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitPlan
+from hetlb.tools.plan.disaggregation.split_servers import servers_of
+from hetlb.tools.plan.disaggregation.split_simulation import simulate_plan
 from hetlb.tools.plan.market import load_market
 from hetlb.tools.plan.tp_search import Part, memory
 
@@ -159,3 +166,46 @@ def test_rent_has_data_parallel_servers(folder: Path, capsys: pytest.CaptureFixt
     assert main(["rent", *flags, "--write-fleet", str(folder / "rented.yaml")]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "h200-tp1dp8" in document["throughput_table"]
+
+
+def test_split_has_data_parallel_groups(folder: Path) -> None:
+    peaks = {"flops": 989e12, "bandwidth_bytes_per_s": 4.8e12}
+    box = {"gpu": "H200", "gpus": 8, "memory_bytes": MEMORY, "roofline": peaks}
+    document = {
+        "model": {"name": "m", "config": "config.json"},
+        "machines": [box | {"name": "a"}, box | {"name": "b"}],
+        "workload": {"input_tokens": 2000, "output_tokens": 100},
+    }
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    of = load_split(path)
+    cost = ProfileCost(of)
+    table = GroupTable(of, cost)
+    [group] = [g for g in table._promising(((0, 8),), Role.BOTH) if g.stages[0].degrees == (1, 8)]
+    group = replace(group, capacity=cost.capacity(group.stages, group.role, group.kv_cache_tokens))
+    plan = SplitPlan((group,), {}, {0: group.capacity})
+    check_split(of, plan, cost.capacity)
+    [server] = servers_of(of, plan)
+    assert "--tensor-parallel-size 1 --data-parallel-size 8" in server.command()
+    assert "--enable-expert-parallel" in server.command()
+    served = simulate_plan(of, plan, cost, count=3000).request_throughput
+    assert served == pytest.approx(group.capacity, rel=0.25)
+    broken = replace(plan, groups=(replace(group, kv_cache_tokens=2 * group.kv_cache_tokens),))
+    with pytest.raises(PlanError, match="expected room for at most"):
+        check_split(of, broken, cost.capacity)
+
+
+def test_a_degree_that_takes_whole_experts_is_not_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts of MiniMax-M2.5 are 1,536 wide: an eighth is no whole block of 128 quantised weights."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    wide = LATENT | {"moe_intermediate_size": 1536, "n_shared_experts": 0, "quantization_config": blocks}
+    path = folder / "config.json"
+    path.write_text(json.dumps(wide))
+    flags = ["--gpu", "H200", "--tp", "8", "--config", str(path), "--out", str(folder / "p.yaml")]
+    assert main(["profile", "--from", "roofline", *flags]) == 0
+    assert load_profile(folder / "p.yaml").engine.enable_expert_parallel
+    capsys.readouterr()
+    assert main(["model", str(path)]) == 0
+    assert "tensor parallel 1, 2, 4; expert parallel (with whole experts also 8)" in capsys.readouterr().out

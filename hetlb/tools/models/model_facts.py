@@ -105,6 +105,13 @@ class ModelFacts:
         return self.experts > 0
 
     @property
+    def whole_experts_sizes(self) -> list[int]:
+        """Return the tensor-parallel degrees that vLLM takes with whole experts alone."""
+        if self.shape is None or not self.expert_parallel:
+            return []
+        return sorted({*accepted(self.shape, expert_parallel=True)} - {*accepted(self.shape)})
+
+    @property
     def kv_need(self) -> KvNeed | None:
         """Return the allocation of a sequence, in tokens of a KV cache; None if it equals its tokens."""
         given = self.allocated
@@ -215,6 +222,7 @@ class ModelFacts:
             "layers": dict(self.kinds),
             "tensor_parallel_sizes": None if self.shape is None else accepted(self.shape),
             "expert_parallel": None if self.shape is None else self.expert_parallel,
+            "whole_experts_sizes": self.whole_experts_sizes,
         }
 
 

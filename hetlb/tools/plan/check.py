@@ -299,7 +299,13 @@ def _check_group(
         usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
         memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
         weights = Fraction(repr(cluster.model.weight_bytes)) * share
-        each = cluster.model.kv_bytes_at(stage.gpus)
+        each = cluster.model.kv_bytes_at(stage.gpus // stage.ranks)
+        if stage.ranks > 1:  # one rank: its GPUs, the attention of its requests, its part of the experts
+            known = cluster.model.known
+            memory /= stage.ranks
+            weights -= (
+                weights * known.expert_bytes / known.weight_bytes * Fraction(stage.ranks - 1, stage.ranks)
+            )
         room.append((memory - weights) / (Fraction(repr(each)) * share))
     if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
         raise PlanError(

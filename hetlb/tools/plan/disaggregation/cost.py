@@ -41,6 +41,13 @@ from hetlb.tools.plan.common.composition import (
     estimated,
     hidden_size,
 )
+from hetlb.tools.plan.common.data_parallel import (
+    Degrees,
+    copies_cache,
+    data_parallel_degrees,
+    estimated_rank,
+    rank_tokens,
+)
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.disaggregation.rates import rate
 from hetlb.tools.plan.disaggregation.split_cluster import (
@@ -71,6 +78,10 @@ _BUBBLE_ROWS = 100
 
 
 def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
+    first = stages[0]
+    if first.ranks > 1:
+        usable = cluster.machines[first.machine].usable(first.degrees.tp)
+        return rank_tokens(cluster.model, usable, first.degrees)
     room = [
         (cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.model.layers)) for s in stages
     ]
@@ -120,7 +131,7 @@ class GroupTable:
         if group is None or composition == first:
             return group
         target = {m: other for (m, _), (other, _) in zip(first, composition, strict=True)}
-        stages = tuple(GroupStage(target[s.machine], s.gpus, s.layers) for s in group.stages)
+        stages = tuple(replace(s, machine=target[s.machine]) for s in group.stages)
         return replace(group, stages=stages)
 
     def _promising(self, composition: Composition, role: Role) -> list[ServerGroup]:
@@ -157,6 +168,8 @@ class GroupTable:
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
             return
+        if len(composition) == 1:
+            yield from self._data_parallel(*composition[0], role)
         for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
             if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
                 continue
@@ -183,6 +196,20 @@ class GroupTable:
                     for m, share in zip(machines, layers, strict=True)
                 )
 
+    def _data_parallel(self, machine: int, gpus: int, role: Role) -> Iterator[tuple[GroupStage, ...]]:
+        """Yield data-parallel engines on all GPUs of a group."""
+        cluster = self.cluster
+        for degrees in data_parallel_degrees(cluster.model, gpus):
+            form = Form(degrees.tp, 1, 1, NIXL, role, degrees.dp)
+            stage = GroupStage(machine, gpus, cluster.model.layers, degrees.dp)
+            if (
+                degrees.gpus == gpus
+                and (role is Role.BOTH or not refused(form))
+                and capacity_of(cluster, [stage])
+                and self._cost.has_ranks(machine, degrees)
+            ):
+                yield (stage,)
+
 
 # --- latency profiles -----------------------------------------------------------------------------------
 
@@ -193,6 +220,7 @@ class ProfileCost:
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
         self._profiles: dict[tuple[int, int], Profile] = {}
+        self._ranks: dict[tuple[int, Degrees], Profile | None] = {}
         self._layer_s: dict[tuple[int, int, Role], float] = {}
         self._shares: dict[object, float] = {}
 
@@ -203,7 +231,30 @@ class ProfileCost:
             found |= {1 << power for power in range(of.gpus.bit_length())}
         return frozenset(found)
 
+    def has_ranks(self, machine: int, degrees: Degrees) -> bool:
+        """Return True if the profile of such data-parallel engines is known, or can be estimated."""
+        return self._rank(machine, degrees) is not None
+
+    def _rank(self, m: int, degrees: Degrees) -> Profile | None:
+        key = self._cluster.kinds[m], degrees
+        if key not in self._ranks:
+            machine, model = self._cluster.machines[m], self._cluster.model
+            if (stated := machine.ranked.get(degrees)) is not None:
+                self._ranks[key] = stated[1]
+            elif copies_cache(model, degrees.gpus):
+                peaks, link = machine.roofline, self._cluster.links.bytes_per_s[m][m]
+                self._ranks[key] = estimated_rank(
+                    model, machine.gpu, machine.memory_bytes, peaks, machine.profiles, degrees, link
+                )
+            else:
+                self._ranks[key] = None
+        return self._ranks[key]
+
     def _whole(self, stage: GroupStage) -> Profile:
+        if stage.ranks > 1:
+            found = self._rank(stage.machine, stage.degrees)
+            assert found is not None, "expected engines with a profile"
+            return found
         key = self._cluster.kinds[stage.machine], stage.gpus
         if key not in self._profiles:
             machine = self._cluster.machines[stage.machine]
@@ -233,7 +284,8 @@ class ProfileCost:
         if kv_cache_tokens < _FEWEST_TOKENS:
             return 0.0
         spec = engine_of(self._composed(stages, kv_cache_tokens))
-        return rate(role, spec.latency, spec.limits, self._cluster.workload, self._cluster.slo)
+        workload, slo = self._cluster.workload, self._cluster.slo
+        return spec.ranks * rate(role, spec.latency, spec.limits, workload, slo)
 
     def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
         """Return the requests/s by the composed latency model and the bubbles of its pipeline."""
@@ -267,12 +319,12 @@ class ProfileCost:
                 speed = links.bytes_per_s[stage.machine][following.machine]
                 link = activation_link(cluster.model, speed, links.latency_s if apart else 0.0)
             share, gpu = stage.layers / cluster.model.layers, cluster.machines[stage.machine].gpu
-            parts.append(StageProfile(self._whole(stage), share, gpu, stage.gpus, link))
+            parts.append(StageProfile(self._whole(stage), share, gpu, stage.degrees.tp, link))
         return parts
 
     def _composed(self, stages: Sequence[GroupStage], kv_cache_tokens: int) -> Profile:
         cluster, parts = self._cluster, self._parts(stages)
-        name = "-".join([*dict.fromkeys(part.gpu.lower() for part in parts), f"tp{stages[0].gpus}"])
+        name = "-".join([*dict.fromkeys(part.gpu.lower() for part in parts), f"tp{stages[0].degrees.tp}"])
         if len(stages) == 1:
             stated = parts[0].profile.engine.kv_cache_tokens
             kv_cache_tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
@@ -333,6 +385,10 @@ class PaperCost:
 
     def degrees(self, machine: int) -> frozenset[int]:
         return frozenset(1 << power for power in range(self._cluster.machines[machine].gpus.bit_length()))
+
+    def has_ranks(self, machine: int, degrees: Degrees) -> bool:
+        """Return False: the paper has no data-parallel engines."""
+        return False
 
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
         """Return the seconds of one layer's computation for one request."""

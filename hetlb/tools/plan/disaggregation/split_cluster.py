@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from hetlb.balancer.core.types import Role as Role
 from hetlb.tools.plan.common.capabilities import NIXL, Form
+from hetlb.tools.plan.common.data_parallel import Degrees
 from hetlb.tools.plan.common.plan_tables import Machine, Model
 
 #: GPUs of a group by machine: (index of the machine, GPUs), in the order of the machines.
@@ -118,16 +119,27 @@ class SplitCluster:
 
 @dataclass(frozen=True, slots=True)
 class GroupStage:
-    """GPUs of one machine that hold `layers` layers with tensor parallelism."""
+    """GPUs of one machine that hold `layers` layers with tensor parallelism.
+
+    Or `ranks` data-parallel engines on them, each with all layers; every GPU holds whole experts.
+    """
 
     machine: int
     gpus: int
     layers: int
+    ranks: int = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.gpus // self.ranks, self.ranks)
 
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """GPUs that serve one copy of the model in one role: `capacity` requests/s, KV cache in tokens."""
+    """GPUs that serve one copy of the model in one role: `capacity` requests/s, KV cache in tokens.
+
+    Of data-parallel engines the cache is of one rank: a request is in one.
+    """
 
     role: Role
     stages: tuple[GroupStage, ...]
@@ -143,7 +155,11 @@ class ServerGroup:
 
     @property
     def tensor_parallel_size(self) -> int:
-        return self.stages[0].gpus
+        return self.stages[0].degrees.tp
+
+    @property
+    def ranks(self) -> int:
+        return self.stages[0].ranks
 
     @property
     def is_exact(self) -> bool:
@@ -153,7 +169,7 @@ class ServerGroup:
     def form(self, connector: str | None = NIXL) -> Form:
         """Return the form of its server, with KV transfers or (None) without."""
         sizes = self.tensor_parallel_size, len(self.stages), len(self.composition)
-        return Form(*sizes, connector, self.role)
+        return Form(*sizes, connector, self.role, self.ranks)
 
 
 @dataclass(frozen=True)

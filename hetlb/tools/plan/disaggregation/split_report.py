@@ -12,7 +12,7 @@ from hetlb.tools.plan.disaggregation.split_search import SplitsFound
 from hetlb.tools.tables import document_table, print_report
 
 _GROUPS = (
-    "group={name}|GPUs={gpus}|>TP={tensor_parallel_size}|>PP={pipeline_parallel_size}|layers={layers}|"
+    "group={name}|GPUs={gpus}|>TP={tensor_parallel_size}|>PP={pipeline_parallel_size}|>DP={data_parallel_size}|layers={layers}|"
     ">requests/s={capacity_req_s:.4g}|>KV tokens={kv_cache_tokens}"
 )
 _FLOWS = "from={from}|to={to}|>share={share:.1%}|>requests/s={req_s:.4g}|>GB/s={bytes_per_s:G.3g}"
@@ -43,9 +43,10 @@ def document_of(
                 "gpus": {cluster.machines[m].name: n for m, n in group.composition},
                 "tensor_parallel_size": group.tensor_parallel_size,
                 "pipeline_parallel_size": len(group.stages),
+                "data_parallel_size": group.ranks,
                 "layers": [stage.layers for stage in group.stages],
                 "capacity_req_s": group.capacity,
-                "kv_cache_tokens": group.kv_cache_tokens,
+                "kv_cache_tokens": group.kv_cache_tokens * group.ranks,
             }
             for group, server in zip(plan.groups, servers, strict=True)
         ],

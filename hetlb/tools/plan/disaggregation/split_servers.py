@@ -49,9 +49,11 @@ def _profile(cluster: SplitCluster, group: ServerGroup, cost: ProfileCost) -> Pr
     degree = group.tensor_parallel_size
     if len(group.stages) == 1:
         machine = cluster.machines[group.stages[0].machine]
-        written = machine.profile_paths.get(degree)
-        if written is not None and machine.profiles[degree].engine.kv_cache_tokens:
-            return cluster.path.parent / written
+        stated = machine.ranked.get(group.stages[0].degrees)
+        if group.ranks == 1 and (written := machine.profile_paths.get(degree)) is not None:
+            stated = written, machine.profiles[degree]
+        if stated is not None and stated[1].engine.kv_cache_tokens:
+            return cluster.path.parent / stated[0]
 
     def made() -> Profile:
         profile = cost.profile(group.stages, group.kv_cache_tokens, group.role)
