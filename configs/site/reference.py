@@ -221,7 +221,7 @@ def keys_page() -> str:
     lines = [
         "# Keys of files",
         "",
-        "Made by `make reference`. [Configuration](../configuration.md) says how files are read.",
+        "[Configuration](../configuration.md) says how files are read.",
     ]
     for title, kind, table in FILES:
         rows = _key_rows(list(keys_of(table)), words[kind])
@@ -238,7 +238,7 @@ def keys_page() -> str:
 
 def flags_page() -> str:
     """docs/reference/flags.md."""
-    lines = ["# Flags of commands", "", "Made by `make reference`, from `hetlb COMMAND --help`."]
+    lines = ["# Flags of commands", "", "As `hetlb COMMAND --help` prints them."]
     top = build_parser()
     commands = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction))
     for name, (summary, example) in COMMANDS.items():
@@ -312,7 +312,7 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Made by `make reference`. [Metrics and logs](../metrics.md) says how they are collected.",
+        "[Metrics and logs](../metrics.md) says how they are collected.",
         "",
     ]
     return "\n".join(lines + _table(("metric", "type", "labels", "meaning"), rows)) + "\n"
@@ -324,7 +324,7 @@ def events_page() -> str:
     lines = [
         "# Events",
         "",
-        "Made by `make reference`. They are [logged](../metrics.md#events) on stderr.",
+        "They are [logged](../metrics.md#events) on stderr.",
         "",
     ]
     return "\n".join(lines + _table(("event", "level", "logged when"), rows)) + "\n"
@@ -335,7 +335,7 @@ def messages_page() -> str:
     lines = [
         "# Messages between processes",
         "",
-        f"Made by `make reference`. Messages of [peers](../scale-out.md), version {peer_messages.VERSION}.",
+        f"Messages of [peers](../scale-out.md), version {peer_messages.VERSION}.",
         "",
         PROTOCOL_RULES,
         "",
@@ -466,7 +466,7 @@ def limits_page() -> str:
     of_all = [(each.reads, each.of, each.bound, each.else_) for each in READERS]
     parts = (
         "# Limits",
-        "Made by `make reference`. Times run from the first byte and are not restarted.",
+        "Times run from the first byte and are not restarted.",
         "## Of a client",
         "\n".join(_table(("what", "limit", "else"), of_clients)),
         "## Of an engine",
@@ -514,7 +514,7 @@ def states_page() -> str:
     ]
     parts = (
         "# States",
-        "Made by `make reference`, of the tables that the code obeys.",
+        "The tables that the code obeys.",
         "## A request",
         "One state towards the engine and one towards the client:",
         _diagram(

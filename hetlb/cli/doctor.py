@@ -206,7 +206,8 @@ def _of_engine(seen: Seen, check: Callable[[str, bool, str, str], Check]) -> Ite
         none = facts.metrics_status in UNKNOWN_PATH and seen.spec.slots_stated
         yield check("metrics", facts.table is not None or none, _metrics(facts), advice)
     tokens = None if sample is None else sample.capacity.kv_tokens_per_request
-    if (small := small_cache(tokens, facts.max_model_len, LEAST_KV_TOKENS)) is not None:
+    least = min(LEAST_KV_TOKENS, facts.max_model_len or LEAST_KV_TOKENS)
+    if (small := small_cache(tokens, least)) is not None:
         yield check("KV cache", False, small[0], _lowered(small[1]))
     found, step = (facts.title, "") if facts.old is None or facts.coordinates else facts.old
     yield check("version", not step, found, _lowered(step))

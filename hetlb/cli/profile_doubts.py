@@ -27,8 +27,13 @@ def all_is_well(fleet: Fleet) -> int:
     doubts = profile_doubts(fleet)
     for line in doubts:
         print(visible(f"warning: {fleet.where}{line}"), file=sys.stderr)
-    verdict = f"{len(doubts)} warnings" if doubts else "all is well"
-    print(visible(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, {verdict}"))
+    number = len(fleet.instances)
+    found = f"{number} instance{'' if number == 1 else 's'}"
+    found += f", {len(doubts)} warning{'' if len(doubts) == 1 else 's'}" if doubts else ""
+    if fleet.path is None:
+        print(visible(f"valid: {found} (not contacted)"))
+    else:
+        print(visible(f"{fleet.path} is valid: {found} (not contacted; see hetlb doctor)"))
     return 0
 
 

@@ -204,7 +204,7 @@ def _coordinate(args: argparse.Namespace) -> int:
         raise InputError(f"--key-file: expected the key of clients to listen on {args.host}, got none")
     api_key = "" if args.key_file is None else _secret(args.key_file)
     if args.check:
-        print(visible(f"{group.path}: {len(group.workers)} workers, all is well"))
+        print(visible(f"{group.path} is valid: {len(group.workers)} workers (not contacted)"))
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     return run_listener(_serve_coordinator(group, api_key, args), args.host, args.port)

@@ -277,7 +277,7 @@ def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "fleet.yaml"
     path.write_text(FLEET)
     assert main(["serve", "--config", str(path), "--check"]) == 0
-    assert "1 instances, all is well" in capsys.readouterr().out
+    assert "is valid: 1 instance (not contacted; see hetlb doctor)" in capsys.readouterr().out
 
 
 def test_a_fleet_or_addresses_but_not_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,9 +336,9 @@ def test_check_prints_what_makes_profiles_doubtful(
         return shown.out, shown.err.splitlines()
 
     out, lines = checked("good", "good")
-    assert (out.endswith("2 instances, all is well\n"), lines) == (True, [])
+    assert (out.endswith("is valid: 2 instances (not contacted; see hetlb doctor)\n"), lines) == (True, [])
     out, lines = checked("good", "poor", "other")
-    assert out.endswith("3 instances, 4 warnings\n")
+    assert "3 instances, 4 warnings (not contacted" in out
     assert all(line.startswith(f"warning: {tmp_path}/fleet.yaml: ") for line in lines)
     assert [line.split(": ", 2)[2] for line in lines] == [
         "i1: profile: decode: the mean held-out error is 37.0% (over 10%)",

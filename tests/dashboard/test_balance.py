@@ -32,22 +32,20 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
         ),
         (
             [part("a", 1.0, 0.6, busy=0.1), part("b", 0.0, 0.4, busy=0.0)], 0, "hetlb", True,
-            "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
-            "the load is light, and a request ends soonest at a.",
+            "b does 0 % of the work with 40 % of the speed: slots are free, and a request ends soonest at a.",
         ),
         (
             [part("a", 0.5, 0.8), part("b", 0.5, 0.2)], 9, "rr", False,
-            "a is given less than its share (50 % of the work, 80 % of the speed), b has 50 % of the work, "
-            "20 % of the speed: the policy rr does not consider speed.",
+            "a does 50 % of the work with 80 % of the speed: the policy rr does not consider speed.",
         ),
         (
             [part("a", 1.0, 0.6), part("b", 0.0, 0.4, busy=0.0)], 3, "hetlb", False,
-            "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
+            "b does 0 % of the work with 40 % of the speed: "
             "3 requests wait: too large for it, or waiting for a faster one.",
         ),
         (
             [part("a", 1.0, 0.6), part("b", 0.0, 0.4, busy=0.0)], 0, "hetlb", False,
-            "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
+            "b does 0 % of the work with 40 % of the speed: "
             "the last decisions show why.",
         ),
     ],

@@ -49,7 +49,7 @@ def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> Non
         ports = {name: free_port() for name in ENGINES}
         fleet.serve({name: fleet.start_engine(name, ENGINES[name], ports[name]) for name in ports})
         look = Look(browser, f"{fleet.admin}/").live()
-        says(look, "Well", "good", "No request came of late")
+        says(look, "Well", "good", "No recent requests")
         fleet.ask(2)
         says(look, "Well", "good", "Nothing to do.")
         for name in ("v100-0", "v100-1"):

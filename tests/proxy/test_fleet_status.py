@@ -31,7 +31,7 @@ from hetlb.balancer.core.types import (
 def test_without_traffic_it_is_well() -> None:
     found = Watched().look()
     assert (found["state"], found["load"], found["request_rate"]) == ("well", 0.0, 0.0)
-    assert found["advice"] == "No request came of late; nothing to do."
+    assert found["advice"] == "No recent requests."
 
 
 def test_below_saturation_it_is_well_and_says_what_room_there_is() -> None:

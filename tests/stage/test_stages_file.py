@@ -88,7 +88,7 @@ def test_a_good_file_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     assert main(["stage", "--coordinate", str(write(tmp_path)), "--check"]) == 0
-    assert "2 workers, all is well" in capsys.readouterr().out
+    assert "is valid: 2 workers (not contacted)" in capsys.readouterr().out
 
 
 def test_a_worker_needs_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,13 +211,14 @@ def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
     sample = each.sample
     if sample is None:
         return
-    tokens = sample.capacity.kv_tokens_per_request
-    if sample.running is None or (tokens is not None and tokens < LEAST_KV_TOKENS):
+    tokens, longest = sample.capacity.kv_tokens_per_request, each.capacity.max_model_len
+    least = min(LEAST_KV_TOKENS, longest or LEAST_KV_TOKENS)
+    if sample.running is None or (tokens is not None and tokens < least):
         from hetlb.balancer.engines.engine_mistakes import small_cache, without_load
 
         if (found := without_load(sample)) is not None:
             yield "no_load", found
-        if (found := small_cache(tokens, each.capacity.max_model_len, LEAST_KV_TOKENS)) is not None:
+        if (found := small_cache(tokens, least)) is not None:
             yield "small_cache", found
 
 

@@ -82,7 +82,9 @@ class ModelStatus:
         if self.state is State.DOWN:
             return f"none of {self.instances} servers takes requests"
         parts = [f"load {100 * self.load:.0f} %"]
-        if self.capacity_req_s is not None:
+        if not self.request_rate and not self.load:
+            parts = ["idle"] if self.capacity_req_s is not None else ["idle", "capacity not known yet"]
+        if self.capacity_req_s is not None and (self.request_rate or self.load):
             joint = " of" if self.load <= 1.0 else ", capacity"
             parts[0] += f"{joint} about {_rate(self.capacity_req_s)} requests/s"
         if self.able < self.instances:
@@ -119,7 +121,7 @@ def status(
 ) -> dict[str, Any]:
     """Return the body of `GET /v1/status`: the fleet as the worst of its models has it, and each model.
 
-    `reload_refused` is why the file was not taken over when it was read last, "" if it was. `canaries` say
+    `reload_refused` is why the file was rejected when it was read last, "" if it was not. `canaries` say
     who gets which share, by model.
     """
     shares = recent.shares(WINDOW_S, now)
@@ -136,10 +138,9 @@ def status(
         document["sentence"] = f"{worst_of.model}: {document['sentence']}"
     causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
     if reload_refused:
-        advice = "Correct the file and reload."
-        causes.append(
-            StateCause("reload_refused", "", f"the fleet file was not taken over: {reload_refused}", advice)
-        )
+        advice = "The previous one stays in force; fix the file, it is reread by itself."
+        text = f"the edited fleet file was rejected ({reload_refused})"
+        causes.append(StateCause("reload_refused", "", text, advice))
         if ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
             document["state"], document["advice"] = State.DEGRADED, headline(causes[-1:], 0)
     oldest_at = scheduler.queue.oldest_at()
@@ -324,4 +325,4 @@ def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
     if unknown and len(able) > 1:
         it = "its" if len(unknown) == 1 else "their"
         return f"The speed of {_listed(unknown)} is assumed until an answer: state {it} gpu in the file."
-    return "Nothing to do." if rate or load else "No request came of late; nothing to do."
+    return "Nothing to do." if rate or load else "No recent requests."

@@ -79,9 +79,9 @@ def without_load(sample: EngineSample) -> tuple[str, str] | None:
     return f"its /metrics has names of {table.title}, but not {lacking}", step
 
 
-def small_cache(tokens: int | None, longest: int | None, least: int) -> tuple[str, str] | None:
-    """Return what is wrong with a KV cache of fewer than `least` tokens, and than the `longest` request."""
-    if tokens is None or tokens >= min(least, longest or least):
+def small_cache(tokens: int | None, least: int) -> tuple[str, str] | None:
+    """Return what is wrong with a KV cache of fewer than `least` tokens."""
+    if tokens is None or tokens >= least:
         return None
     step = "Give vLLM more memory (--gpu-memory-utilization), or look at what else the GPU holds."
     return f"the KV cache holds only {tokens:,} tokens", step

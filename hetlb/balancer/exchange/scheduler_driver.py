@@ -371,13 +371,8 @@ class SchedulerDriver(SchedulerSide):
             tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
             self.carrier.counted.instances[name].stalls += 1
         for name in self._stalled - stalled:
-            tell(
-                logger,
-                Event.INSTANCE_MOVES,
-                "%s has recovered or was removed",
-                name,
-                instance=name,
-            )
+            if name in self.scheduler.fleet.instances:
+                tell(logger, Event.INSTANCE_MOVES, "%s goes on", name, instance=name)
         self._stalled = stalled
 
     def count_calls(self) -> None:

@@ -56,10 +56,12 @@ def _time(epoch_s: float) -> str:
     return f"{text}.{ticks % 1000:03d}+00:00"
 
 
-def _level(outcome: str) -> str:
-    """Return `warning` where an engine or hetlb itself failed, else `info`."""
+def _level(outcome: str, status: int) -> str:
+    """Return `warning` if an engine or hetlb itself failed, or an engine refused hetlb's key; else `info`."""
     cause = CAUSES[outcome]
-    return "warning" if cause == "engine" or cause == "hetlb" else "info"
+    if cause == "engine" or cause == "hetlb":
+        return "warning"
+    return "warning" if outcome == "upstream_refused" and (status == 401 or status == 403) else "info"
 
 
 def _resumed(record: RequestRecord) -> str:
@@ -83,7 +85,7 @@ def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
     ttft = "-" if ttft_s is None else _seconds(ttft_s)
     # Compiled, pieces that are text or whole numbers already are put together at once.
     return (
-        f"time={time} level={_level(name)} client={record.address} "
+        f"time={time} level={_level(name, record.status)} client={record.address} "
         f"request={escape(record.label)} tenant={tenant} model={_word(record.request.model)} "
         f"path={_word(record.path)} instance={instance} outcome={name} phase={phase} status={record.status} "
         f"prompt_tokens={record.prompt_tokens_total} cached_tokens={cached_tokens} "
@@ -100,7 +102,7 @@ def json_line(record: RequestRecord, epoch_s: float) -> str:
     assert outcome is not None, "expected a request that has ended"
     line: dict[str, object] = {
         "time": _time(epoch_s + end),
-        "level": _level(outcome.value),
+        "level": _level(outcome.value, record.status),
         "client": None if record.address == "-" else record.address,
         "request": _whole(record.label),
         "tenant": None if record.tenant is None else _whole(record.tenant),

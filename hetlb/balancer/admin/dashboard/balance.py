@@ -20,10 +20,10 @@ from hetlb.balancer.telemetry.recent import InstanceShare, Recent
 WINDOW_S: Final = 60.0
 #: Largest difference of shares that are alike.
 NEAR_SHARE: Final = 0.1
-#: Share of the work below which an instance is idle.
-IDLE_SHARE: Final = 0.02
 #: Share of the places in use below which the load is light.
 LIGHT_SHARE: Final = 0.5
+#: Instances named in a sentence, at most.
+_LISTED: Final = 3
 _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 
@@ -43,7 +43,8 @@ def sentence(
 ) -> tuple[bool, str]:
     """Return True if the work is shared as it should be, and a sentence; few `requests` have large shares."""
     able = [part for part in parts if not part.out]
-    out = "; ".join(f"{part.name} is {part.out}" for part in parts if part.out)
+    gone = [f"{part.name} is {part.out}" for part in parts if part.out]
+    out = "; ".join(gone[:_LISTED] + ([f"{len(gone) - _LISTED} more are out"] if gone[_LISTED:] else []))
     tail = f" ({out})" if out else ""
     if not able:
         return False, f"No instance takes requests{tail}."
@@ -59,22 +60,18 @@ def sentence(
         return True, f"{begin}: shares of work and speed agree within {worst} point{plural}{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
-    state = "idle" if less.work_share < IDLE_SHARE else "given less than its share"
-    begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
+    work, speed = f"{100 * less.work_share:.0f} %", f"{100 * less.speed_share:.0f} %"
+    begin = f"{less.name} does {work} of the work with {speed} of the speed: "
     if policy not in _BY_SPEED:
         return False, f"{begin}the policy {policy} does not consider speed{tail}."
     if not waiting and more.busy < LIGHT_SHARE:
-        return True, f"{begin}the load is light, and a request ends soonest at {more.name}{tail}."
+        return True, f"{begin}slots are free, and a request ends soonest at {more.name}{tail}."
     if waiting:
         return (
             False,
             f"{begin}{waiting:,} requests wait: too large for it, or waiting for a faster one{tail}.",
         )
     return False, f"{begin}the last decisions show why{tail}."
-
-
-def _of(part: BalancePart) -> str:
-    return f"{100 * part.work_share:.0f} % of the work, {100 * part.speed_share:.0f} % of the speed"
 
 
 def parts(

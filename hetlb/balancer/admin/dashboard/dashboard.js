@@ -529,6 +529,20 @@ const SHARES = [
 ];
 const shares = { names: "", charts: [] };
 
+/** Names of the servers that have a line of their own: those with most of the last minute's work, chosen anew every half minute. */
+function busiest(snapshot) {
+  const names = everybody(snapshot).map((row) => row.name);
+  if (names.length < COLOURS) return names;
+  const stays = shares.chosen?.every((name) => names.includes(name)) && snapshot.clock_s - shares.chosenAt < 30;
+  if (!stays) {
+    const work = new Map(snapshot.balance.flatMap((each) => each.instances).map((each) => [each.name, each.work_share]));
+    const sorted = names.slice().sort((a, b) => (work.get(b) ?? 0) - (work.get(a) ?? 0));
+    shares.chosen = sorted.slice(0, COLOURS - 1);
+    shares.chosenAt = snapshot.clock_s;
+  }
+  return shares.chosen;
+}
+
 function balance(snapshot) {
   const states = new Map(snapshot.status.models.map((each) => [each.model, each.state]));
   const colour = (model, balanced) => {
@@ -544,7 +558,7 @@ function balance(snapshot) {
     list.replaceChildren(...lines.map(([model, state, text]) => make("li", {},
       make("span", { class: "pill", "data-state": state, text: model || "all models" }), ` ${text}`)));
   }
-  const named = everybody(snapshot).slice(0, COLOURS - 1).map((row) => row.name);
+  const named = busiest(snapshot);
   if (shares.names !== named.join("\n")) {
     shares.names = named.join("\n");
     shares.charts = SHARES.map(([title, text]) => new TimeChart(title, named.map((name, index) => [name, name, lineClass(index)]), text, text === count));
@@ -633,9 +647,9 @@ function grouped(last) {
     ([value, number]) => `${count(number)} ${value}`).join(", ");
   const usual = last.filter((each) => !reasons.get(each.lease));
   const rest = Array.from(reasons.values()).filter(Boolean);
-  say(byId("usual"), last.length ? `Of the last ${last.length}: ${usual.length} as usual`
+  say(byId("usual"), last.length ? `Of the last ${last.length}: ${usual.length} normal`
     + `${usual.length ? ` (${tally(usual.map((each) => `to ${each.chosen}`))})` : ""}, `
-    + `${rest.length ? `${rest.length} not: ${tally(rest)}.` : "none that was not."}` : "");
+    + `${rest.length ? `${rest.length} unusual: ${tally(rest)}.` : "none unusual."}` : "");
   const only = byId("unusual").checked;
   for (const [lease, row] of decisionRows) {
     const reason = reasons.get(lease);
