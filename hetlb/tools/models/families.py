@@ -206,7 +206,7 @@ _ROWS: Final = (
     ),
     (
         "minimax minimax_m1 minimax_text_01",
-        Family(kinds=numbered_types, biases=False, feed_name="block_sparse_moe"),
+        Family(kinds=numbered_types, mixer=special.minimax_mixer, biases=False, feed_name="block_sparse_moe"),
     ),
     (
         "minimax_m2",

@@ -26,11 +26,14 @@ def mixer_of(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer
         return (mamba1 if heads is None else mamba2)(family, keys, layer, kind)
     if kind is Scope.LINEAR:
         keys.expect("attn_output_gate", (True,), True)
-        if keys.value("linear_num_value_heads") is not None:
-            return delta_net(family, keys, layer, kind)
         kimi = keys.value("linear_attn_config") is not None or keys.value("linear_num_heads") is not None
-        return (kimi_delta if kimi else lightning)(family, keys, layer, kind)
+        return (kimi_delta if kimi else delta_net)(family, keys, layer, kind)
     return (latent if kind is Scope.LATENT else grouped)(family, keys, layer, kind)
+
+
+def minimax_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
+    """Return lightning attention, or attention."""
+    return (lightning if kind is Scope.LINEAR else grouped)(family, keys, layer, kind)
 
 
 def no_feed_forward(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
