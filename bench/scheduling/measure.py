@@ -257,8 +257,10 @@ def _sources() -> str:
     """Digest of all that decides the outcome of a run."""
     package, here = Path(hetlb.__file__).parent, Path(__file__).parent
     files = [here / "cases.py", here / "measure.py"]
-    for room in ("core", "profiler", "sim", "workload"):
-        files += sorted((package / room).rglob("*.py"))
+    for room in ("balancer/core", "tools/profiler", "tools/sim", "tools/workload"):
+        found = sorted((package / room).rglob("*.py"))
+        assert found, f"expected files in {package / room}"
+        files += found
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
