@@ -3,10 +3,10 @@
 Shows: resident memory (Theil-Sen slope with its 95 % interval, after a warm-up), file descriptors, how fast
 an engine is let go once its client has left, and that every figure is exactly zero in the end.
 The proxy is a process of its own with its ordinary settings but for shorter timeouts; three in ten
-clients leave at a random moment; one request in ten meets a fault; engines are killed and started again, and
-drained, all the time; the fleet file is read again about a hundred times a minute. Every answer that a
-client took to its end is checked: its own tokens, no clean end where the stream broke, no request run more
-often than promised. Exit status 1 where any of it fails.
+clients leave at a random moment; each request has a tenant and a session of its own; one request in ten
+meets a fault; engines are killed and started again, and drained, all the time; the fleet file is read again
+about a hundred times a minute. Every answer that a client took to its end is checked: its own tokens, no
+clean end where the stream broke, no request run more often than promised. Exit status 1 if any of it fails.
 
 `make soak`, or `.venv/bin/python bench/faults/soak.py --minutes 10 [--save bench/results/soak.json]`.
 """
@@ -69,7 +69,7 @@ BOUND_MIB = 1.0
 TABLES: dict[str, Any] = {
     "policy": {"name": "hetlb"},
     "scrape": {"interval_s": 0.5},
-    "proxy": {"first_byte_timeout_s": 2, "idle_timeout_s": 2},
+    "proxy": {"first_byte_timeout_s": 2, "idle_timeout_s": 2, "tenant_header": "x-tenant"},
 }
 
 
@@ -160,7 +160,8 @@ class Soak:
         tally.sent += 1
         try:
             async with Client(self._rig.port) as client:
-                client.send(request(label, body_of(label, stream=stream)))
+                own = f"X-Tenant: {label}", f"X-Session-Id: {label}"
+                client.send(request(label, body_of(label, stream=stream), *own))
                 if rng.random() < CUT_SHARE:
                     await self._leave(label, client)
                 else:
@@ -271,6 +272,12 @@ class Samples:
     def _pages(self) -> int:
         return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
 
+    def second_half(self) -> dict[str, float]:
+        """Memory in the middle and at the end: medians of a tenth of the time, in MiB."""
+        half, tenth = len(self.rss_mib) // 2, max(1, len(self.rss_mib) // 10)
+        middle, end = self.rss_mib[half : half + tenth], self.rss_mib[-tenth:]
+        return {"middle_mib": statistics.median(middle), "end_mib": statistics.median(end)}
+
     def slope(self, warm_up_s: float) -> dict[str, float]:
         """Growth after the warm-up, MiB for 100,000 requests, with its 95 % interval."""
         at = np.searchsorted(self.at_s, warm_up_s)
@@ -338,7 +345,7 @@ async def soak(minutes: float, warm_up: int, seed: int, at_once: int, folder: Pa
         "outcomes": dict(ended.most_common()),
         "reloads": tally.reloads,
         "engines_killed": tally.kills,
-        "memory": growth,
+        "memory": {**growth, **samples.second_half()},
         "descriptors": {"before": samples.descriptors[0], "most": max(samples.descriptors)},
         "engine_let_go_ms": {
             "count": len(let_go),

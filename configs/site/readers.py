@@ -13,7 +13,7 @@ from hetlb.balancer.http import http1, multipart, sse, transfer_fields
 from hetlb.inputs import yaml_file
 from hetlb.options.kubernetes import kubernetes
 from hetlb.options.kv_events import kv_events, zmtp
-from hetlb.options.peers import peer_messages
+from hetlb.options.peers import peer_messages, redis_transport
 from hetlb.options.resume import continuation, progress
 from hetlb.tools.models import expressions
 from hetlb.tools.openai import answer_events
@@ -153,6 +153,13 @@ READERS = (
         size(peer_messages.MAX_MESSAGE_BYTES),
         "the message is counted and dropped",
         ("of a peer", "keys of a lease", "too many changes", "messages that are none"),
+    ),
+    Reader(
+        "replies of a Valkey or Redis server",
+        "a server, or its clients",
+        f"{size(peer_messages.MAX_MESSAGE_BYTES)}, {redis_transport._MAX_ITEMS} items, 64 KiB a line",
+        "the connection is closed, and made anew",
+        ("of a server of messages",),
     ),
     Reader(
         "frames of stages",

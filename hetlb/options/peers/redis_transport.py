@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from redis._parsers import _AsyncRESP2Parser
+
+from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES
 from hetlb.options.peers.peer_transport import Receive
 from hetlb.tasks import ended
 from hetlb.turns import Share
@@ -13,6 +16,31 @@ from hetlb.turns import Share
 #: Messages that wait to be published, at most.
 _MAX_WAITING_MESSAGES: Final = 1000
 _RETRY_S: Final = 0.25
+#: Items of a reply: a message has three, its kind, channel and content.
+_MAX_ITEMS: Final = 8
+
+
+class _Replies(_AsyncRESP2Parser):
+    """Replies with a bound: the server itself allows 512 MiB, and any client of it may publish.
+
+    A longer one ends the connection before it is read.
+    """
+
+    __slots__ = ("_nested",)
+
+    async def _readline(self) -> bytes:
+        try:
+            line: bytes = await super()._readline()
+        except ValueError as error:
+            raise ConnectionError("a line of a reply is too long") from error
+        kind, number = line[:1], line[1:]
+        if kind in b"$*:" and not number.removeprefix(b"-").isdigit():
+            raise ConnectionError(f"no number in a reply: {line[:40]!r}")
+        nested, self._nested = getattr(self, "_nested", False), kind == b"*"
+        most = MAX_MESSAGE_BYTES if kind == b"$" else _MAX_ITEMS
+        if kind in b"$*" and (len(number) > 10 or int(number) > most or (nested and kind == b"*")):
+            raise ConnectionError(f"a reply is too long: {line[:40]!r}")
+        return line
 
 
 class RedisTransport:
@@ -23,7 +51,7 @@ class RedisTransport:
 
         limit_s = max(0.2, silent_s)
         self._redis = redis.asyncio.Redis.from_url(
-            url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
+            url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2, parser_class=_Replies
         )
         self._channel, self._silent_s = channel, silent_s
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING_MESSAGES)

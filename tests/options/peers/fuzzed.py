@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 
 from fuzz.costs import Make, Reader, framed, framed_in, many
 from helpers import make_scheduler, spec
 from msgspec import msgpack
+from redis._parsers import Encoder
+from redis.exceptions import RedisError
 
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.options.peers.hub import _Frames
 from hetlb.options.peers.lease_wire import PART_CHANGES
 from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES, VERSION
-from hetlb.options.peers.redis_transport import RedisTransport
+from hetlb.options.peers.redis_transport import RedisTransport, _Replies
 from hetlb.options.peers.sharing import Sharing
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -103,6 +106,29 @@ def hub(data: bytes) -> None:
     assert whole == list(framed_in(data))[: len(whole)]
 
 
+class _Server:
+    """A connection to a server of messages, as its replies are read from."""
+
+    def __init__(self, data: bytes) -> None:
+        self._reader = asyncio.StreamReader(loop=_LOOP)
+        self._reader.feed_data(data)
+        self._reader.feed_eof()
+        self.encoder = Encoder("utf-8", "strict", False)
+
+
+def replies(data: bytes) -> None:
+    """Replies of a Valkey or Redis server, until it breaks off or sends none."""
+    reader = _Replies(64 << 10)
+
+    async def read() -> None:
+        reader.on_connect(_Server(data))
+        with contextlib.suppress(RedisError, OSError, ValueError):
+            while True:
+                await reader.read_response(disable_decoding=True)
+
+    _LOOP.run_until_complete(read())
+
+
 def peer(changes: list[list[object]]) -> bytes:
     """A message of a peer that tells all its leases."""
     return msgpack.encode([VERSION, "ab", 1, 1, 0.0, 0, changes])
@@ -116,7 +142,8 @@ KEYED: list[object] = [
 ]
 
 
-TARGETS = {"shared": shared_view, "hub": hub}
+MESSAGE = b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n"
+TARGETS = {"shared": shared_view, "hub": hub, "replies": replies}
 PREFIXES: tuple[tuple[Reader, bytes], ...] = ((peers, b""),)
 #: name -> (reader, input of a size, the smaller size).
 GROWTH: dict[str, tuple[Reader, Make, int]] = {
@@ -124,5 +151,12 @@ GROWTH: dict[str, tuple[Reader, Make, int]] = {
     "leases of a peer": (peers, many(framed(peer([LEASE] * PART_CHANGES))), 256 << 10),
     "keys of a lease": (peers, many(framed(peer([KEYED]))), 256 << 10),
     "messages that are none": (peers, many(framed(peer([[9]]))), 64 << 10),
+    "one message of a server of messages": (
+        replies, lambda size: MESSAGE + b"$%d\r\n%b\r\n" % (size, b"x" * size), 64 << 10,
+    ),
+    "messages of a server of messages, event by event": (
+        replies, many(MESSAGE + b"$1000\r\n" + b"x" * 1000 + b"\r\n"), 64 << 10,
+    ),
+    "a line of a server of messages": (replies, many(b"x", b"+"), 64 << 10),
     "too many changes": (peers, many(framed(peer([[1, 1]] * (PART_CHANGES + 1)))), 64 << 10),
 }  # fmt: skip

@@ -1,0 +1,84 @@
+"""A Valkey server, or a client that publishes there, sends no message: the connection ends within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+from helpers import HANG_S
+
+from hetlb.options.peers.redis_transport import RedisTransport
+
+SUBSCRIBED = b"*3\r\n$9\r\nsubscribe\r\n$1\r\nc\r\n:1\r\n"
+MESSAGE = b"*3\r\n$7\r\nmessage\r\n$1\r\nc\r\n"
+#: Bytes that a server sends at most, and that may be held of them.
+SENT, HELD = 64 << 20, 12 << 20
+
+
+def endless(unit: bytes) -> bytes:
+    return unit * ((1 << 20) // len(unit))
+
+
+#: What comes after the subscription, and what then goes on without end.
+REPLIES = {
+    "a long message": (MESSAGE + b"$99999999\r\n", endless(b"x")),
+    "a length of many digits": (MESSAGE + b"$" + b"9" * 5000 + b"\r\n", endless(b"x")),
+    "no length": (MESSAGE + b"$1_0\r\n", endless(b"x")),
+    "many items": (b"*99999999\r\n", endless(b":1\r\n")),
+    "items in items": (b"", endless(b"*1\r\n")),
+    "a line without end": (b"+", endless(b"x")),
+    "no reply": (b"", endless(b"\0\r\n")),
+    "a number without end": (b":", endless(b"7")),
+}
+
+
+class Server:
+    """It answers a subscription, and goes on with a reply."""
+
+    def __init__(self, before: bytes, unit: bytes) -> None:
+        self._before, self._unit = before, unit
+        self.sent = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                asked = await reader.read(1 << 16)
+                if not asked:
+                    return
+                for _ in range(asked.count(b"*") - asked.count(b"SUBSCRIBE")):
+                    writer.write(b"+OK\r\n")
+                if b"SUBSCRIBE" in asked:
+                    writer.write(SUBSCRIBED + self._before)
+                    while self.sent < SENT:
+                        writer.write(self._unit)
+                        self.sent += len(self._unit)
+                        await writer.drain()
+        except (ConnectionError, OSError):
+            pass
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize("name", REPLIES)
+async def test_a_reply_without_end_ends_the_connection(name: str) -> None:
+    served = Server(*REPLIES[name])
+    server = await asyncio.start_server(served, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    transport = RedisTransport(f"redis://127.0.0.1:{port}", "c", 30.0)
+    got: list[object] = []
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with pytest.raises(Exception, match=r".+"):
+            async with asyncio.timeout(HANG_S):
+                await transport.run(lambda: None, got.append)
+        held = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+        await transport.close()
+        server.close()
+        await server.wait_closed()
+    assert not got
+    assert served.sent < SENT
+    assert held < HELD
