@@ -45,11 +45,11 @@ FOLDERS = {
     "tools/openai": set(),
     "tools/models": {"plan"},
     "tools/paths": set(),
-    "tools/workload": {"csv_rows"},
+    "tools/workload": set(),
     "tools/sim": {"paths", "plots", "tables", "workload"},
     "tools/emulator": {"openai", "sim"},
     "tools/loadtest": {"openai", "plots", "tables", "workload"},
-    "tools/profiler": {"csv_rows", "models", "openai", "plots", "tables", "workload"},
+    "tools/profiler": {"models", "openai", "plots", "tables", "workload"},
     "tools/stage": {"openai", "paths", "plan"},
 }
 #: `core` decides; it must not be able to look at a clock, a socket or a log.

@@ -26,7 +26,6 @@ from hetlb.balancer.config.profile_file import (
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import LaunchTime, SplitKv
 from hetlb.errors import ProfileError
-from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
@@ -41,6 +40,7 @@ from hetlb.tools.profiler.fit import (
     fit,
     merge_repeats,
 )
+from hetlb.tools.workload.record_file import CsvRow, csv_rows
 
 #: Share of a GPU's memory that vLLM takes by default.
 MEMORY_SHARE = 0.9

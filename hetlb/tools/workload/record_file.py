@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,12 +22,14 @@ from typing import Any
 
 import msgspec
 
-from hetlb.errors import TraceError, visible
+from hetlb.errors import InputError, TraceError, visible
 from hetlb.files import read_bytes, text_of
 from hetlb.tools.workload.input_limit import max_input_bytes, too_large, unpacked
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
+#: Upper bound of other counts.
+MOST_COUNT = 1 << 53
 #: Largest plausible seconds of an answer, and of any clock.
 LONGEST_S, LATEST_S = 1e8, 1e12
 #: Seconds of units as they stand in names of keys and beside values.
@@ -371,6 +373,66 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
     except csv.Error as error:
         raise TraceError(f"{path}: expected comma-separated values: {error}") from error
     return "CSV", columns, records
+
+
+class CsvRow:
+    """Row of a file; its methods raise the file's error class."""
+
+    __slots__ = ("_error", "cells", "where")
+
+    def __init__(self, where: str, cells: dict[str, str], error: type[InputError]) -> None:
+        self.where = where
+        self.cells = cells
+        self._error = error
+
+    def text(self, column: str) -> str:
+        """Return non-empty printable text of a cell."""
+        value = self.cells[column].strip()
+        if not value or not value.isprintable():
+            raise self.error(column, "a name")
+        return value
+
+    def whole(self, column: str, least: int, most: int = MOST_COUNT) -> int:
+        """Integer from `least` to `most`."""
+        text = self.cells[column].strip()
+        is_number = text.isascii() and text.isdigit()
+        if is_number and (len(text) > len(str(most)) or int(text) > most):
+            raise self.error(column, f"a whole number from {least} to {most}")
+        if not is_number or int(text) < least:
+            raise self.error(column, f"a whole number from {least}")
+        return int(text)
+
+    def number(self, column: str, expected: str = "a number from 0", *, positive: bool = False) -> float:
+        """Finite number, at least 0 or above it; `expected` describes it in errors."""
+        try:
+            value = float(self.cells[column])
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (positive and value == 0):
+            raise self.error(column, expected)
+        return value
+
+    def get(self, column: str) -> str:
+        """Return the text of an optional column, "" if missing."""
+        return self.cells.get(column, "").strip()
+
+    def error(self, column: str, expected: str) -> InputError:
+        """Create the error of a cell."""
+        return self._error(f"{self.where}: {column}: expected {expected}, got {self.cells[column][:60]!r}")
+
+
+def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
+    """Read the rows of a CSV file with at least these columns and one row. Raises `error`."""
+    try:
+        file = open_records(path)
+    except TraceError as caught:
+        raise error(str(caught)) from caught
+    header = [] if file.shape != "CSV" else list(file.names.values())
+    if not set(columns) <= set(header):
+        raise error(f"{path}: header: expected the columns {','.join(columns)}, got {','.join(header)!r}")
+    if not file.records:
+        raise error(f"{path}: expected at least one row after the header, got none")
+    yield from (CsvRow(each.where, dict(each.values), error) for each in file.records)
 
 
 def say(path: Path, note: str) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.errors import ConfigError, TraceError
-from hetlb.tools.csv_rows import CsvRow
-from hetlb.tools.workload.record_file import MOST_TOKENS, Record, RecordFile
+from hetlb.tools.workload.record_file import MOST_TOKENS, CsvRow, Record, RecordFile
 
 REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 #: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).

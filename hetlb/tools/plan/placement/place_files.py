@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import read_object
-from hetlb.tools.csv_rows import MOST_COUNT, csv_rows
 from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.tools.plan.placement.place_cluster import (
     Holding,
@@ -22,6 +21,7 @@ from hetlb.tools.plan.placement.place_cluster import (
     Placement,
     PlaceNode,
 )
+from hetlb.tools.workload.record_file import MOST_COUNT, csv_rows
 
 NODE_COLUMNS = ("node", "gpu_type", "region", "max_layers", "nic_in_bytes_per_s", "nic_out_bytes_per_s")
 LINK_COLUMNS = ("from", "to", "bytes_per_s", "latency_s")
