@@ -53,9 +53,10 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     if instance.profiled and not instance.spec.host_assumed_in:
         host = BeliefSource.MEASURED
     slots_at = instance.slots_learnt_at if slots is learnt else None
+    count = instance.slots_learnt if slots is learnt and instance.slots_learnt else instance.max_num_seqs
     seen_at = speed.seen_at if model is learnt else None
     return {
-        "max_num_seqs": _belief(instance.max_num_seqs, slots, slots_at, now, 0.8),
+        "max_num_seqs": _belief(count, slots, slots_at, now, 0.8),
         "speed": {**_belief(tokens_per_s, model, seen_at, now, speed.confidence), "factor": speed.factor},
         "kv_cache_tokens": _belief(instance.kv_cache_tokens, kv, kv_at, now, 1.0),
         "host": {**_belief(latency.host_s, host, None, now, 1.0), "request_s": latency.request_s},

@@ -31,8 +31,10 @@ _ROOM_SHARE: Final = 0.8
 #: Multiple of its forecast beyond which a first token, a second later still, shows that others wait, too.
 _LATE_FACTOR: Final = 2.0
 #: Seconds after which, while requests take every slot that was learnt, one more is tried, then two
-#: more, four more, ..., until the engine lets requests wait again.
+#: more, four more, ..., until the engine lets requests wait again. The first try waits twice as long after
+#: each that was in vain, at most this.
 _SLOTS_AGE_S: Final = 5.0
+_MOST_SLOTS_AGE_S: Final = 600.0
 #: Iterations full of prompts after which what still waits lacks a slot.
 _FULL_ITERATIONS: Final = 2.0
 #: Decode steps of the shortest answer that says anything about speed.
@@ -50,9 +52,9 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
+        "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
         "foreign", "leads_back", "leaves_at", "sample", "sample_mark", "served", "sleep",
-        "sleep_at", "slots_learnt_at", "slots_step",
+        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step",
     )  # fmt: skip
 
     def __init__(
@@ -91,8 +93,10 @@ class Instance(InstanceLedger):
         self._waiting_seen = 0
         #: Time when its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
-        #: Next growth of the learnt slots.
-        self.slots_step = 1
+        #: Slots that it was seen to have, 0 while unknown; `max_num_seqs` may be more, as a trial. The next
+        #: growth, and the time without a trial.
+        self.slots_learnt, self.slots_step = 0, 1
+        self._slots_pause_s = _SLOTS_AGE_S
 
     def update(self, spec: InstanceSpec, now: float) -> None:
         """Take over another profile, capacity or weight. Its running requests teach nothing about speed."""
@@ -102,7 +106,7 @@ class Instance(InstanceLedger):
         self.explored = self.explored or spec.latency is not None
         self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
         self.speed = SpeedTracker(self.profiled, now)
-        self._occupancy = self.sample_mark = None
+        self._occupancy = self.sample_mark = self.slot_times = None
         for lease in self.leases.values():
             lease.mark = lease.first_mark = None
         self.learn_capacity(spec.capacity)
@@ -156,6 +160,8 @@ class Instance(InstanceLedger):
         tokens of its iterations. Two scrapes in a row that say the same are believed.
         """
         last, last_at = self.sample, self.sample_at
+        if last is None and sample.running is None and sample.waiting is None and sample.kv_usage is None:
+            return  # a page without figures is none: its answers tell more
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
             pairs = ((sample.running, last.running), (sample.waiting, last.waiting))
             if any(
@@ -164,7 +170,7 @@ class Instance(InstanceLedger):
                 self.learn_capacity(sample.capacity)
                 return
         self._occupancy = None
-        self.sample = sample
+        self.sample, self.slot_times = sample, None
         self.sample_at = now
         self.evidence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
@@ -202,8 +208,7 @@ class Instance(InstanceLedger):
         room = fullest is not None and fullest < _ROOM_SHARE
         full = running if sample.waiting and room and self._waits_for_slot(running, now) else 0
         if running > self.max_num_seqs or (full and full == self._waiting_seen):
-            self.max_num_seqs, self.slots_learnt_at, self.slots_step = running, now, 1
-            self._update()
+            self._believe_slots(running, now)
         self._waiting_seen = full
 
     def learn_slots_late(self, lease: Lease, now: float) -> None:
@@ -212,16 +217,40 @@ class Instance(InstanceLedger):
             return
         late = now - lease.dispatched_at > _LATE_FACTOR * lease.forecast_first_s + 1.0
         if late and lease.ahead > self.most_begun and self.speed.stood_at < lease.dispatched_at:
-            self.max_num_seqs, self.slots_learnt_at, self.slots_step = self.most_begun, now, 1
-            self._update()
+            self._believe_slots(self.most_begun, now)
+
+    def learn_slots_whole(self, lease: Lease, now: float) -> None:
+        """Learn how many sequences it runs at once, without metrics, from a whole answer that ended well."""
+        times, nominal = self.slot_times, self.nominal
+        if times is None:
+            return
+        prompt, steps = float(lease.request.prompt_tokens), max(1.0, float(lease.output_tokens))
+        read_s, context = nominal.prefill_s(prompt), prompt + steps / 2.0
+
+        def expected_s(batch: float) -> float:
+            return read_s + steps * nominal.step_s(batch, batch * context)
+
+        slots = times.answered(lease.id, expected_s, now)
+        if slots and slots != self.max_num_seqs:
+            self._believe_slots(slots, now)
+
+    def _believe_slots(self, slots: int, now: float) -> None:
+        """Take over the sequences that it was seen to run at once; what was in vain is tried more rarely."""
+        in_vain = slots <= self.slots_learnt
+        self._slots_pause_s = min(_MOST_SLOTS_AGE_S, 2.0 * self._slots_pause_s) if in_vain else _SLOTS_AGE_S
+        self.slots_learnt, self.slots_learnt_at, self.slots_step = slots, now, 1
+        self.max_num_seqs = slots
+        self._update()
 
     def _age_slots(self, now: float) -> None:
         """Try more slots than were learnt, some time after that, while all of them are taken."""
         learnt_at = self.slots_learnt_at
-        if learnt_at is None or now - learnt_at < _SLOTS_AGE_S or self.capacity.max_num_seqs is not None:
+        pause_s = self._slots_pause_s if self.slots_step == 1 else _SLOTS_AGE_S
+        if learnt_at is None or now - learnt_at < pause_s or self.capacity.max_num_seqs is not None:
             return
         default = DEFAULT_MAX_NUM_SEQS * self.engines
         if self.max_num_seqs < default and self.unfinished_sequences >= self.max_num_seqs:
+            self.slots_learnt = self.max_num_seqs  # they have lasted
             self.max_num_seqs = min(default, self.max_num_seqs + self.slots_step)
             self.slots_learnt_at, self.slots_step = now, 2 * self.slots_step
             self._update()

@@ -13,6 +13,7 @@ from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import BlockIndex
+    from hetlb.balancer.core.slot_times import SlotTimes
 
 #: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
@@ -64,6 +65,7 @@ class InstanceLedger(InstanceLimits):
         "removed",
         "sample_at",
         "sequences",
+        "slot_times",
         "slotless",
         "stated_sequences",
         "tree",
@@ -90,6 +92,8 @@ class InstanceLedger(InstanceLimits):
         #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: BlockIndex | None = None
         self.removed = False
+        #: Evidence about its slots by whole answers, None while it had none, or something else tells them.
+        self.slot_times: SlotTimes | None = None
         self.leases: dict[LeaseId, Lease] = {}
         #: Leases of decode legs, booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
@@ -227,6 +231,8 @@ class InstanceLedger(InstanceLimits):
             if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
                 lease.mark = speed.mark()
             if not lease.request.streamed:  # as `_count_from_now`, without a way back from `speed`
+                if self.sample_at is None and not self.profiled and self.slot_times is None:
+                    self._compare_whole(lease)
                 lease.begun_steps = steps = self._steps
                 self._begun_steps += lease.request.sequences * steps
                 self._begun_sequences += lease.request.sequences
@@ -235,6 +241,8 @@ class InstanceLedger(InstanceLimits):
         tree = self.tree
         if tree.unused:
             tree.evict(self.kv_cache_tokens - self.kv_tokens)
+        if self.slot_times is not None and lease.request.sequences:
+            self.slot_times.begin(lease.id, now)
         if self.adapters is not None:
             self.adapters.begin(lease.request.model)
         if self.blocks is not None and lease.request.blocks is not None:
@@ -298,6 +306,16 @@ class InstanceLedger(InstanceLimits):
         self._begun_steps += lease.request.sequences * self._steps
         self._begun_sequences += lease.request.sequences
 
+    def _compare_whole(self, lease: Lease) -> None:
+        """Begin to compare times of whole answers, as nothing else tells the slots."""
+        if self.capacity.max_num_seqs is None:
+            from hetlb.balancer.core.slot_times import SlotTimes
+
+            self.slot_times = times = SlotTimes()
+            for each in self.leases.values():
+                if each is not lease and each.request.sequences:
+                    times.begin(each.id, each.dispatched_at)
+
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly a lease's bookings, once."""
         assert not lease.ended, f"{lease!r} was released before"
@@ -322,6 +340,8 @@ class InstanceLedger(InstanceLimits):
         reading = self._reading
         while reading and (reading[0].ended or reading[0].first_token_at is not None):
             reading.popleft()
+        if self.slot_times is not None:
+            self.slot_times.end(lease.id, now)
         self.in_flight -= 1
         self.slotless -= not lease.request.sequences
         self.sequences -= lease.request.sequences

@@ -238,6 +238,8 @@ class Scheduler:
             odd = lease.odd and self.fleet.odd(instance, lease, now)
             if request.generates and not request.generated and not odd:
                 self.predictor.observe(request, lease.output_tokens / request.sequences)
+                if instance.slot_times is not None and not request.streamed:
+                    instance.learn_slots_whole(lease, now)
                 if instance.learn_speed(lease, now):
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)

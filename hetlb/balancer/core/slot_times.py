@@ -1,0 +1,116 @@
+"""Slots of an engine that shows nothing but whole answers: the number that explains how long each took.
+
+An engine of `c` slots begins a request once fewer than `c` earlier ones are unfinished. So each number of
+slots says when an answer began. By the right one the answers take the time of their tokens at any load; by
+a larger one they take longer the more were sent, by a smaller one they end too soon, or even before they
+began. The number with the least variance of that ratio is believed once others fit clearly worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+#: Numbers of slots that are compared; the last stands for no limit that matters.
+CANDIDATES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
+#: Answers that count, about, and the fewest that tell something.
+_ANSWERS: Final = 64.0
+_LEAST_ANSWERS: Final = 8.0
+#: Standard deviation of the logarithm of the ratio: of any engine, and how much worse no limit must fit.
+_NOISE: Final = 0.1
+_WORSE_FACTOR: Final = 1.25
+#: Distance from the mean of an answer that ended before it could have begun.
+_CONTRADICTION: Final = 3.0
+
+
+@mypyc_attr(acyclic=True)
+class _Sent:
+    """A request: the number of earlier ones that are unfinished, and since when it is at most that."""
+
+    __slots__ = ("ahead", "since")
+
+    def __init__(self, ahead: int, now: float) -> None:
+        self.ahead = ahead
+        #: By the number of earlier ones, the present one last.
+        self.since: list[float] = [now]
+
+
+@mypyc_attr(acyclic=True)
+class _Fit:
+    """Weighted mean and variance of the ratio by one number of slots."""
+
+    __slots__ = ("mean", "square", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.mean = self.square = 0.0
+
+    def add(self, value: float) -> None:
+        keep = 1.0 - 1.0 / _ANSWERS
+        self.weight = self.weight * keep + 1.0
+        off = value - self.mean
+        self.mean += off / self.weight
+        self.square = self.square * keep + off * (value - self.mean)
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(max(0.0, self.square / self.weight) + _NOISE * _NOISE)
+
+
+@mypyc_attr(acyclic=True)
+class SlotTimes:
+    """Evidence about the slots of one instance."""
+
+    __slots__ = ("_ended", "_fits", "_sent")
+
+    def __init__(self) -> None:
+        self._sent: dict[int, _Sent] = {}
+        #: The request that ended last, and its id.
+        self._ended: tuple[int, _Sent] | None = None
+        self._fits = [_Fit() for _ in CANDIDATES]
+
+    def begin(self, lease_id: int, now: float) -> None:
+        """Note that a request was sent."""
+        self._sent[lease_id] = _Sent(len(self._sent), now)
+
+    def end(self, lease_id: int, now: float) -> None:
+        """Note that a request ended: the later ones have one less ahead."""
+        ended = self._sent.pop(lease_id, None)
+        if ended is None:
+            return
+        self._ended = lease_id, ended
+        for each in self._sent.values():
+            if each.ahead > ended.ahead:
+                each.ahead -= 1
+                each.since.append(now)
+
+    def answered(self, lease_id: int, expected_s: Callable[[float], float], now: float) -> int:
+        """Take in a whole answer that ended just now. Return the slots that are believed, 0 for none.
+
+        `expected_s` gives the time of its tokens in a batch by any model that is right about proportions.
+        """
+        if self._ended is None or self._ended[0] != lease_id:
+            return 0
+        sent, running = self._ended[1], len(self._sent) + 1
+        at_most = expected_s(float(running))
+        for slots, fit in zip(CANDIDATES, self._fits, strict=True):
+            if sent.ahead >= slots:
+                fit.add(fit.mean - _CONTRADICTION)
+                continue
+            at = len(sent.since) - (slots - sent.ahead)
+            seconds = at_most if slots >= running else expected_s(float(slots))
+            fit.add(math.log(max(1e-6, now - sent.since[max(0, at)]) / max(1e-6, seconds)))
+        return self._believed()
+
+    def _believed(self) -> int:
+        """Return the number of slots that explains the answers, 0 while several do."""
+        most = self._fits[-1]
+        if most.weight < _LEAST_ANSWERS:
+            return 0
+        best, slots = most, 0
+        for each, fit in zip(CANDIDATES, self._fits, strict=True):
+            if fit.deviation < best.deviation:
+                best, slots = fit, each
+        return slots if most.deviation > _WORSE_FACTOR * best.deviation else 0
