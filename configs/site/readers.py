@@ -148,6 +148,13 @@ READERS = (
         ("a file of", "comments of a file"),
     ),
     Reader(
+        "event logs",
+        "an operator",
+        "one line is held",
+        "one line that names the place",
+        ("lines of an event log",),
+    ),
+    Reader(
         "messages of peers over a hub or Valkey",
         "a peer",
         size(peer_messages.MAX_MESSAGE_BYTES),

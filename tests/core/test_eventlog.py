@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers import FAST, MODEL, dispatched, examples, request, spec
@@ -144,6 +147,10 @@ def test_a_changed_decision_is_noticed() -> None:
         ('{"t":0,"kind":"nap","out":[]}', "unknown kind 'nap'"),
         ('{"t":0,"kind":"first_token","lease":9,"out":[]}', "line 2: KeyError: 9"),
         ('{"kind":"tick"}', "line 2: KeyError: 't'"),
+        ("[" * 100_000, "line 2: ValueError: expected JSON"),
+        ('{"t":0,"kind":"instance","change":"Probed","with":[],"out":[]}', "line 2: AttributeError"),
+        ('{"t":0,"kind":"scrape","name":"a","sample":[],"out":[]}', "line 2: AttributeError"),
+        ('{"t":0,"kind":"restore","live":null,"out":[]}', "line 2: AttributeError"),
     ],
 )
 def test_a_broken_log_names_its_line(line: str, message: str) -> None:
@@ -157,6 +164,40 @@ def test_a_broken_log_names_its_line(line: str, message: str) -> None:
 def test_a_log_without_its_set_up_is_refused(first: str) -> None:
     with pytest.raises(ValueError, match=r"set-up|JSON"):
         Replay([first])
+
+
+#: What stands in place of a value of a line.
+VALUES: list[Any] = [None, True, -1, 0, 1e300, 1 << 70, "", "x", [], {}, [1], {"a": 1}, math.nan, "inf"]
+
+
+def spots(value: Any) -> list[tuple[Any, Any]]:
+    """Return each place within a value: its container, and its key there."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [(value, key) for key in keys] + [spot for key in keys for spot in spots(value[key])]
+
+
+@settings(max_examples=examples(200))
+@given(st.sampled_from((("hetlb", 1), ("paper", 2), ("rr", 3))), st.randoms(use_true_random=False))
+def test_a_line_with_any_value_is_one_line(log: tuple[str, int], rng: random.Random) -> None:
+    """Whatever stands in place of one value: the log is replayed, or one line names the place."""
+    lines = recorded(*log)[: rng.choice([3, 20, 60])]
+    at = rng.randrange(len(lines))
+    document = json.loads(lines[at])
+    container, key = rng.choice(spots(document))
+    container[key] = rng.choice(VALUES)
+    lines[at] = json.dumps(document)
+    said = ""
+    try:
+        for step in Replay(lines, HandOvers):
+            assert step.same in (True, False)
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@functools.cache
+def recorded(policy: str, seed: int) -> list[str]:
+    return record(policy, "online", seed)
 
 
 def test_a_set_up_has_all_of_a_profile() -> None:

@@ -290,15 +290,15 @@ def decode_setup(line: str) -> SchedulerSetup:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
         setup: SchedulerSetup = read_value(SchedulerSetup, fields)
         lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
-    except (KeyError, TypeError) as caught:
-        raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
+    except Exception as caught:  # of whatever kind: a line may have any values
+        raise ValueError(f"the set-up line lacks or has too much: {_said(caught)}") from caught
     return replace(setup, lengths=lengths)
 
 
 def _object(line: str) -> dict[str, Any]:
     try:
         raw = json.loads(line)
-    except ValueError as caught:
+    except (ValueError, RecursionError) as caught:
         raise ValueError(f"expected JSON: {caught}") from caught
     if not isinstance(raw, dict):
         raise ValueError("expected a JSON object")
@@ -343,6 +343,11 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
 }
 
 
+def _said(error: Exception) -> str:
+    """Return the kind of an error and what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 class Replay:
     """Feeds the facts of a log to a scheduler built from the log's own set-up."""
 
@@ -351,7 +356,10 @@ class Replay:
     ) -> None:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
-        self.scheduler = Scheduler(self.setup, splitting=splitting)
+        try:
+            self.scheduler = Scheduler(self.setup, splitting=splitting)
+        except Exception as caught:  # of whatever kind: the line alone is its cause
+            raise ValueError(f"the set-up line makes no scheduler: {_said(caught)}") from caught
         self.scheduler.contain(lambda request, error: None)
         self._leases: dict[LeaseId, Lease] = {}
 
@@ -362,8 +370,8 @@ class Replay:
                 raw = _object(line)
                 commands = self._feed(raw)
                 recorded = raw["out"]
-            except (KeyError, TypeError, ValueError) as caught:
-                raise ValueError(f"line {number}: {type(caught).__name__}: {caught}") from caught
+            except Exception as caught:  # of whatever kind: a line may have any values
+                raise ValueError(f"line {number}: {_said(caught)}") from caught
             for command in commands:
                 if isinstance(command, Dispatch):
                     self._leases[command.lease.id] = command.lease
