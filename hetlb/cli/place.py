@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
-from hetlb.errors import ConfigError, PlanError, visible
+from hetlb.errors import ConfigError, InputError, PlanError, visible
 from hetlb.output_files import fleet_path
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
             f"{cluster.model.layers - room} layers are missing"
         )
     simulator = PlacementSimulator(cluster, lengths, args.scheduler, args.load, args.seed)
+    if args.write_fleet is not None and cluster.unstaged:
+        raise InputError(f"--write-fleet: expected a model that hetlb stage computes, got {cluster.unstaged}")
     given = None if args.placement is None else load_placement(args.placement, cluster)
     interrupt, began = Interrupt(), time.monotonic()
     limits = SolveLimits(deadline=began + args.time_limit, seed=args.seed, interrupt=interrupt)

@@ -307,3 +307,32 @@ def test_a_plan_without_shared_machines_is_said_as_vllm_servers(
     vllm = document["vllm"]
     assert isinstance(vllm, dict)
     assert sorted(map(sorted, vllm["pipelines"])) == [["n0", "n1"], ["n2", "n3"]], "servers of one kind"
+
+
+def test_no_stage_is_started_for_a_model_that_stages_do_not_compute(
+    machines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192,
+        "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    path = machines.parent / "config.json"
+    document = yaml.safe_load(machines.read_text())
+    document["model"] = {"name": "m", "config": "config.json"}
+    machines.write_text(yaml.safe_dump(document))
+    for more, words in (
+        ({}, None),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: expected none"),
+    ):
+        path.write_text(json.dumps(config | more))
+        found = run_json(capsys, "--config", str(machines), "--time-limit", "2")
+        assert bool(found["commands"]) == (words is None)
+        assert (words or "None") in str(found["unstaged"])
+    arguments = ["--config", str(machines), "--time-limit", "2"]
+    assert main(["place", *arguments, "--write-fleet", str(machines.parent / "f.yaml")]) == 2
+    assert "expected a model that hetlb stage computes" in capsys.readouterr().err
+    assert main(["place", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "hetlb stage does not compute this model" in printed
+    assert "hetlb stage --model" not in printed

@@ -31,7 +31,7 @@ from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipel
 from hetlb.tools.plan.placement.milp import solve
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
-from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch
+from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch, _classes
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -293,3 +293,26 @@ def test_losses_say_what_is_left_and_the_cheapest_move() -> None:
     assert found["n1"].tokens_per_s == pytest.approx(100.0)
     assert found["n1"].move is None
     assert losses(PlacementFlows(cluster), placement, SolveLimits(deadline=0.0)) == []
+
+
+@given(seed=st.integers(0, 1 << 16))
+@settings(max_examples=examples(10))
+def test_machines_alike_are_exchanged_without_a_new_candidate(seed: int) -> None:
+    """A search that takes both for different simulates one placement twice."""
+    rng = random.Random(seed)
+    cluster = small_cluster(["x", "y", "x", "x"], [kind("x", [100.0, 45.0]), kind("y", [60.0, 25.0])], 4)
+    search = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None)
+    layout = [(0, 2), (2, 4), (2, 4), (0, 2)]
+    rng.shuffle(layout)
+    alike = [0, 2, 3]
+    exchanged, order = layout[:], rng.sample(alike, 3)
+    for node, other in zip(alike, order, strict=True):
+        exchanged[node] = layout[other]
+    assert search._keep(layout) is search._keep(exchanged)
+
+
+def test_machines_with_other_links_are_not_alike() -> None:
+    cluster = small_cluster(["x", "x", "x"], [kind("x", [100.0, 45.0])], 4)
+    assert _classes(cluster) == [[0, 1, 2]]
+    slow = small_cluster(["x", "x", "x"], [kind("x", [100.0, 45.0])], 4, rates={("n0", "n1"): 1e6})
+    assert len(_classes(slow)) > 1

@@ -41,6 +41,10 @@ _SLOW_ALL_REDUCE_BYTES_S = 8e9
 _SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
 
 
+#: Most characters of an error of the library that are shown.
+_MOST_WORDS = 200
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """GPUs of one server: `tp` of a data-parallel rank, `dp` ranks; experts whole on a GPU each, or split.
@@ -98,7 +102,7 @@ def query(
             all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(config["hidden_size"]), layout.tp)
         except Exception as error:  # the library raises types of its own for names it does not know
             raise _no_tables(model, system, layout, error) from error
-        cache = _kv_cache(memory, model, system, layout, batched, seqs)
+        cache, unknown = _kv_cache(memory, model, system, layout, batched, seqs)
     facts, reason = _facts(model, config.get("raw_config", {}))
     return Measurements(
         points=tuple(points),
@@ -121,7 +125,7 @@ def query(
         model=ModelInfo(name=model) if facts is None else model_info(facts),
         split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
         launch=None if facts is None else assumed_launch(facts),
-        assumed=(*_assumed(layout, all_reduce_bytes_s), *reason),
+        assumed=(*_assumed(layout, all_reduce_bytes_s), *reason, *unknown),
     )
 
 
@@ -229,8 +233,8 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
 
 def _kv_cache(
     memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
-) -> dict[str, Any]:
-    """Return the KV cache of a rank by the library; empty if the model does not fit."""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the KV cache of a rank by the library; empty, with its words, if it computes none."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,
@@ -243,9 +247,10 @@ def _kv_cache(
             memory_fraction_value=_MEMORY_SHARE,
             **layout.arguments,
         )
-    except ValueError:
-        return {}
-    return found
+    except Exception as error:  # of a model that does not fit, and of a model that it does not know
+        words = str(error).splitlines() or [type(error).__name__]
+        return {}, (f"no KV cache: {words[0][:_MOST_WORDS]}",)
+    return found, ()
 
 
 @contextlib.contextmanager

@@ -122,9 +122,9 @@ class _ConfigJson(msgspec.Struct, kw_only=True):
     torch_dtype: str | None = None
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Read config.json of a model. Raises `ConfigError`."""
-    path = folder / "config.json"
+def load_config(path: Path) -> ModelConfig:
+    """Read the config.json of a model, or the one in its folder. Raises `ConfigError`."""
+    path = path if path.is_file() else path / "config.json"
     found = read_object(path)
     try:
         raw = convert({key: found[key] for key in _ConfigJson.__struct_fields__ if key in found}, _ConfigJson)

@@ -98,6 +98,8 @@ class PlaceCluster:
     partial_inference: bool = False
     source: Model | None = None
     remarks: tuple[str, ...] = ()
+    #: The reason for which `hetlb stage` does not compute the model; empty if it does, or nothing tells.
+    unstaged: str = ""
 
     def kind(self, node: PlaceNode) -> MachineKind:
         return self.kinds[node.kind]

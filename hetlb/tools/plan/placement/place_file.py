@@ -30,6 +30,7 @@ from hetlb.tools.plan.placement.place_cluster import (
     machine_kind,
 )
 from hetlb.tools.plan.placement.place_files import load_cluster
+from hetlb.tools.stage.checkpoint import load_config
 
 _TOKEN_BYTES = 4
 _ACTIVATION_VALUE_BYTES = 2
@@ -126,7 +127,19 @@ def _from_machines(path: Path, file: PlaceFile) -> PlaceCluster:
         links=links,
         source=model,
         remarks=tuple(remarks_on_machines(model, machines)),
+        unstaged=_unstaged(path, file.model),
     )
+
+
+def _unstaged(path: Path, table: PlanModelTable) -> str:
+    """Return the reason for which `hetlb stage` does not compute a model with a config.json."""
+    if table.config is None:
+        return ""
+    try:
+        load_config(path.parent / table.config)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _links(

@@ -71,7 +71,8 @@ def document_of(
         "losses": [asdict(loss) for loss in plan.losses],
         "solve_s": solve_s,
         "interrupted": plan.interrupted,
-        "commands": stage_commands(cluster, plan.chosen.placement, folder, fleet),
+        "commands": [] if cluster.unstaged else stage_commands(cluster, plan.chosen.placement, folder, fleet),
+        "unstaged": cluster.unstaged or None,
         "vllm": vllm,
         "advice": advice(flow.tokens_per_s, vllm),
     }
@@ -88,7 +89,9 @@ def print_placement(document: dict[str, Any]) -> None:
         document_table("when one is lost", _LOSSES, map(_loss, document["losses"])),
     ]
     vllm = (document["vllm"] or {"commands": ()})["commands"]
-    commands = [*document["commands"], document["advice"], *vllm]
+    refused = document["unstaged"]
+    advice = document["advice"] if refused is None else f"hetlb stage does not compute this model: {refused}"
+    commands = [*document["commands"], advice, *vllm]
     print_report([], tables, [*_lines(document), *document["remarks"]], commands)
 
 

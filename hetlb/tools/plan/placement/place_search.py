@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Protocol
 
+from hetlb.tools.paths.stages import SINK, SOURCE
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.block_columns import BlockChain
 from hetlb.tools.plan.placement.estimate import Estimator
@@ -42,7 +43,7 @@ Layout = list[Interval]
 
 #: Shares of the time after which constructions and annealing end, with a judge (which takes the rest) and
 #: without.
-_ENDS_JUDGED = (0.1, 0.78)
+_ENDS_JUDGED = (0.1, 0.65)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
@@ -145,6 +146,8 @@ class PlacementSearch:
         self._flows = PlacementFlows(cluster)
         self._most = [cluster.most_layers(node) for node in cluster.nodes]
         self._known: dict[tuple[Interval, ...], PlacementCandidate] = {}
+        #: Nodes of each class that may be exchanged: one order of their intervals stands for all.
+        self._alike = [own for own in _classes(cluster) if len(own) > 1]
 
     def run(self, limits: SolveLimits) -> PlacementsFound:
         """Search within the limits; no `candidates` where no placement has a flow."""
@@ -284,6 +287,7 @@ class PlacementSearch:
 
     def _keep(self, layout: Layout) -> PlacementCandidate | None:
         """Evaluate a layout and remember it; None if it has no flow."""
+        layout = self._ordered(layout)
         key = tuple(layout)
         if (known := self._known.get(key)) is not None:
             return known
@@ -294,6 +298,14 @@ class PlacementSearch:
         estimate = self._estimator.estimate(placement, flow.links)
         candidate = self._known[key] = PlacementCandidate(placement, flow, estimate)
         return candidate
+
+    def _ordered(self, layout: Layout) -> Layout:
+        """Return the layout with the intervals of nodes alike in order."""
+        ordered = layout[:]
+        for own in self._alike:
+            for node, interval in zip(own, sorted(layout[node] for node in own), strict=True):
+                ordered[node] = interval
+        return ordered
 
     def _estimate(self, layout: Layout) -> float:
         candidate = self._keep(layout)
@@ -445,6 +457,31 @@ class PlacementSearch:
             if len(listed) < count and all(_differing(candidate, other) >= 3 for other in listed):
                 listed.append(candidate)
         return listed
+
+
+def _classes(cluster: PlaceCluster) -> list[list[int]]:
+    """Return the indices of nodes in classes: of one kind, with equal links to every other node."""
+    found: list[list[int]] = []
+    for i, node in enumerate(cluster.nodes):
+        for own in found:
+            if _exchangeable(cluster, node, cluster.nodes[own[0]]):
+                own.append(i)
+                break
+        else:
+            found.append([i])
+    return found
+
+
+def _exchangeable(cluster: PlaceCluster, one: PlaceNode, other: PlaceNode) -> bool:
+    if replace(one, name="", host="", gpu=None) != replace(other, name="", host="", gpu=None):
+        return False
+    links, names = cluster.links, [SOURCE, SINK, *(node.name for node in cluster.nodes)]
+    a, b = one.name, other.name
+    return links.get((a, b)) == links.get((b, a)) and all(
+        links.get((a, name)) == links.get((b, name)) and links.get((name, a)) == links.get((name, b))
+        for name in names
+        if name not in (a, b)
+    )
 
 
 def _differing(one: PlacementCandidate, other: PlacementCandidate) -> int:
