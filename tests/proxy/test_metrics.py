@@ -25,7 +25,15 @@ from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upst
 
 from hetlb.balancer.admin import prometheus
 from hetlb.balancer.admin.prometheus import MetricsPage
-from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome, SleepSet
+from hetlb.balancer.core.types import (
+    CAUSES,
+    Capacity,
+    CapacityLearned,
+    EngineSample,
+    InstanceRemoved,
+    Outcome,
+    SleepSet,
+)
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
@@ -140,6 +148,8 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     running.service.sharing = cast(Any, SHARING)
     running.service.driver.totals.resumptions["m", "broken"] = 1
     running.service.scheduling.change(SleepSet("i0", "", wake_s=1.5))
+    running.service.watch.pause("i0")
+    running.service.scheduling.change(CapacityLearned("i0", Capacity(engines=2, rank_header=True)))
     running.service.reload_refused = "fleet.yaml: models: expected a list"
     try:
         return await page(running)

@@ -99,6 +99,8 @@ FIGURES: Final = {
     "hetlb_instance_reported_running": "Requests running, as the engine reports.",
     "hetlb_instance_reported_waiting": "Requests waiting, as the engine reports.",
     "hetlb_instance_signal_age_seconds": "Age of the engine's last report.",
+    "hetlb_rank_in_flight": "Requests dispatched to one data-parallel engine and not ended.",
+    "hetlb_rank_kv_reserved_tokens": "KV cache tokens of one data-parallel engine reserved to requests.",
     "hetlb_instance_asleep": "1 while an instance sleeps, or is about to sleep or to wake up.",
     "hetlb_wake_seconds": "Seconds that the last wake of an instance took.",
     "hetlb_instance_state": "1 for the administrative state in force.",
@@ -289,6 +291,14 @@ def _instances(source: FleetService, now: float) -> Iterator[Family]:
         "hetlb_instance_signal_age_seconds",
         [(label, now - each.sample_at) for label, each in of if each.sample_at is not None],
     )
+    ranks = [
+        (f'{label},rank="{number}"', rank)
+        for label, each in of
+        if each.ranks is not None
+        for number, rank in enumerate(each.ranks.each)
+    ]
+    yield "hetlb_rank_in_flight", [(label, rank.in_flight) for label, rank in ranks]
+    yield "hetlb_rank_kv_reserved_tokens", [(label, rank.kv_tokens) for label, rank in ranks]
     yield "hetlb_instance_asleep", [(label, each.asleep or bool(each.sleep.reason)) for label, each in of]
     woken = [(label, each.sleep.wake_s) for label, each in of if each.sleep.wake_s is not None]
     yield "hetlb_wake_seconds", woken

@@ -14,6 +14,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.refused_kinds import RefusedKinds
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -147,6 +148,8 @@ class FleetState:
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
+        if instance.ranks is not None:
+            instance.ranks = Ranks(len(instance.ranks.each))
 
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances without an answer yet the geometric mean of the others' factors.

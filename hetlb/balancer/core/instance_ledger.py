@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.core.instance_limits import ChangeCounter, InstanceLimits
 from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
-from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
+from hetlb.balancer.core.ranks import Ranks
+from hetlb.balancer.core.types import Capacity, InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import BlockIndex
@@ -62,6 +63,7 @@ class InstanceLedger(InstanceLimits):
         "promised_tokens",
         "prompt_tokens",
         "prompts_alone",
+        "ranks",
         "removed",
         "sample_at",
         "sequences",
@@ -81,6 +83,8 @@ class InstanceLedger(InstanceLimits):
         changes: ChangeCounter,
         prefixes: PrefixIndex,
     ) -> None:
+        #: Its engines as places, None if it is one place.
+        self.ranks: Ranks | None = None
         #: None after every change of the ledger or of the parameters.
         self._occupancy: Occupancy | None = None
         #: By the number of sequences, at the parameters of now.
@@ -247,6 +251,17 @@ class InstanceLedger(InstanceLimits):
             self.adapters.begin(lease.request.model)
         if self.blocks is not None and lease.request.blocks is not None:
             self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
+        if self.ranks is not None:
+            self.ranks.book(lease, self)
+
+    def learn_capacity(self, newer: Capacity) -> None:
+        super().learn_capacity(newer)
+        capacity = self.capacity
+        count = self.engines if capacity.rank_header and self.spec.kv_transfer is None else 1
+        if count < 2:
+            self.ranks = None
+        elif self.ranks is None or len(self.ranks.each) != count:
+            self.ranks = Ranks(count)
 
     def begin(self, lease: Lease, now: float) -> None:
         """Note that the decode leg of a lease is dispatched."""
@@ -298,6 +313,8 @@ class InstanceLedger(InstanceLimits):
             self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
             self.pending_prompt_tokens -= lease.unread_tokens
             lease.unread_tokens = 0
+        if self.ranks is not None:
+            self.ranks.begun(lease)
         self._occupancy = None
 
     def _count_from_now(self, lease: Lease) -> None:
@@ -361,6 +378,8 @@ class InstanceLedger(InstanceLimits):
             self.adapters.end(lease.request.model)
         if self.blocks is not None:
             self.blocks.end(lease.id)
+        if self.ranks is not None:
+            self.ranks.release(lease, self)
         negative = self.work_ns < 0 or self.promised_tokens < 0 or self.prompt_tokens < 0
         negative = negative or self.kv_prompt_tokens < 0 or self.kv_tokens < self.kv_prompt_tokens
         negative = negative or self.pending_prompt_tokens < 0 or self.in_flight < 0 or self.sequences < 0

@@ -98,7 +98,8 @@ class Capacity(PickleByFields):
 
     `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the largest part
     for a single request (one engine's share); all other limits are per engine. `kv_need` is the need of a
-    sequence of its model, None if it equals the number of tokens.
+    sequence of its model, None if it equals the number of tokens. `rank_header`: the server lets a request
+    choose one of its engines.
     """
 
     kv_cache_tokens: int | None = None
@@ -112,6 +113,7 @@ class Capacity(PickleByFields):
     async_scheduling: bool | None = None
     max_loras: int | None = None
     kv_need: KvNeed | None = None
+    rank_header: bool | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """Return this capacity with every figure that `newer` knows replaced by it."""
@@ -358,8 +360,8 @@ class Lease:
         "expected_s", "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s",
         "forecast_step_s", "hold", "id", "incarnation", "incoming", "instance", "judged", "key",
         "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "odd", "outcome", "output_tokens",
-        "own", "predicted_output", "promised_tokens", "prompt_tokens", "reported_cached_tokens", "request",
-        "seen_s", "shared", "trial", "unread_tokens", "waited_s", "work_ns",
+        "own", "predicted_output", "promised_tokens", "prompt_tokens", "rank", "reported_cached_tokens",
+        "request", "seen_s", "shared", "trial", "unread_tokens", "waited_s", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -394,6 +396,8 @@ class Lease:
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.shared = shared
+        #: Engine of its instance that is chosen for it, -1 if the server chooses.
+        self.rank = -1
         #: Seconds its request had waited at the dispatch.
         self.waited_s = 0.0
         self.first_token_at: float | None = None

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import socket
 import ssl
 import time
@@ -69,6 +70,9 @@ _HEALTH: Final = "/health"
 _MODELS: Final = "/v1/models"
 #: Detail of a probe that finds an empty list of models.
 _NO_MODEL: Final = "loading: it lists no model"
+
+#: Version of vLLM from which a request may choose an engine of its server.
+_RANK_VERSION: Final = (0, 12)
 
 
 class UnansweredError(Exception):
@@ -461,6 +465,8 @@ class EngineWatch:
                 status, body = await self._get(name, path)
                 if status == 200 and (text := read_version(body)):
                     self.versions[name] = text
+                    if path == "/version" and reads_rank(text):
+                        self._learned(CapacityLearned(name, Capacity(rank_header=True)))
                     return
 
     def _tell_once(self, name: str, text: str) -> None:
@@ -468,6 +474,11 @@ class EngineWatch:
             self._told[name] = text
             event = Event.INSTANCE_METRICS if "/metrics" in text else Event.INSTANCE_ACCESS
             tell(logger, event, "%s: %s", name, text, instance=name)
+
+
+def reads_rank(version: str) -> bool:
+    """Return True if vLLM of a version reads `X-data-parallel-rank`."""
+    return tuple(int(each[:9]) for each in re.findall(r"\d+", version)[:2]) >= _RANK_VERSION
 
 
 def _unready(path: str, status: int, instance: Instance | None) -> tuple[ProbeResult, str]:

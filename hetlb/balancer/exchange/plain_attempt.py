@@ -43,6 +43,9 @@ _CHAT: Final = Kind.CHAT
 #: Events of a trial's stream that are kept until all of them are there, and most bytes of them.
 _TRIAL_EVENTS: Final = 8
 _TRIAL_BYTES: Final = 16 << 10
+#: Paths of which vLLM reads the engine that is chosen, from this version on (`engines/scrape.py`).
+_WITH_RANK: Final = ("/v1/chat/completions", "/v1/completions")
+_RANK: Final = b"x-data-parallel-rank"
 #: Status of an answer in another protocol.
 SWITCHED: Final = 101
 _PREFILLING: Final = Phase.PREFILLING
@@ -145,7 +148,12 @@ class Plain(Attempt):
         exchange = self.exchange
         trace = exchange.record.trace
         lines = self.driver.forward_rules.request_lines(exchange.outgoing.head, passthrough=pool.passthrough)
-        return (lines if trace is None else trace.onto(lines)) + pool.own_headers
+        if trace is not None:
+            lines = trace.onto(lines)
+        rank = self.sent.rank
+        if rank >= 0 and exchange.record.path in _WITH_RANK and lines.find(_RANK) < 0:
+            lines += b"%b: %d\r\n" % (_RANK, rank)
+        return lines + pool.own_headers
 
     def engine_connected(self, connection: EngineConnection) -> None:
         exchange = self.exchange

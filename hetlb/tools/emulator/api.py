@@ -92,6 +92,7 @@ class Api:
             if self._kv is not None:
                 self._kv.reject(body)
             raise
+        rank = self._rank(request)
         # aiohttp reads header fields as UTF-8, and they may be none.
         sent = request.headers.get("x-request-id", "").encode("utf-8", "surrogateescape")
         request_id = sent.decode("latin-1") or f"{self._ids.getrandbits(64):016x}"
@@ -100,7 +101,7 @@ class Api:
             self._kv.prepare(reply, generation.fields.kv_transfer_params)
         try:
             response = await self._stream(request, reply) if generation.fields.stream else None
-            self._engines.submit(reply.choices)
+            self._engines.submit(reply.choices, rank)
             status, answer = await reply.ended
         finally:
             if not reply.done:  # the client has left
@@ -110,6 +111,15 @@ class Api:
         if response is not None:
             return response
         return web.Response(body=answer, status=status, content_type="application/json")
+
+    def _rank(self, request: web.Request) -> int | None:
+        """Return the engine that a request chooses, None without one. Raises `ApiError`."""
+        stated = request.headers.get("x-data-parallel-rank")
+        if stated is None:
+            return None
+        if not (stated.isascii() and stated.isdigit()) or int(stated[:9]) >= len(self._engines.runners):
+            raise bad(f"X-data-parallel-rank: expected one of {len(self._engines.runners)} engines")
+        return int(stated)
 
     async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         """Begin a stream of events: each is written to the socket when it comes, and nothing waits for it."""

@@ -202,7 +202,13 @@ class EngineGroup:
         each = [runner.finished for runner in self.runners]
         return {reason: sum(finished[reason] for finished in each) for reason in each[0]}
 
-    def submit(self, choices: Many[EmulatedSequence]) -> None:
+    def submit(self, choices: Many[EmulatedSequence], rank: int | None = None) -> None:
+        """Run sequences at the engine of a rank, None: at the least loaded one."""
+        if rank is not None:
+            for choice in choices:
+                choice.runner = self.runners[rank]
+            self.runners[rank].submit(choices)
+            return
         if len(self.runners) == 1:
             for choice in choices:
                 choice.runner = self.runners[0]

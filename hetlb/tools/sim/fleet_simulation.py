@@ -442,8 +442,9 @@ class FleetSimulation:
         lease = command.lease
         flight = self._by_id[command.request_id]
         flight.lease, flight.record.instance = lease, lease.instance
-        # A data-parallel server gives a request to its least loaded engine.
-        engine = min(self._engines[lease.instance], key=lambda each: each.sent)
+        # A data-parallel server gives a request to its least loaded engine, unless it states one.
+        ranks = self._engines[lease.instance]
+        engine = min(ranks, key=lambda each: each.sent) if lease.rank < 0 else ranks[lease.rank]
         if not engine.spec.fits(flight.planned):
             # A real engine would cut the answer at its context length: not what the trace asks for.
             flight.record.error = "too long"
