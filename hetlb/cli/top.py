@@ -26,7 +26,7 @@ from hetlb.tools.tables import Console
 
 RETRY_S = 1.0
 #: Age of an engine's report, in seconds, beyond which the scheduler does not use it.
-STALE_S = 5.0
+STALE_S = 30.0
 #: Least lines of a terminal that shows curves.
 _CURVES_LINES = 16
 #: Columns of the widest curve: series have about as many values.

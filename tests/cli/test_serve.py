@@ -159,6 +159,7 @@ def test_a_port_in_use_is_one_line(start: Starter) -> None:
         _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert f"hetlb serve: listen: 127.0.0.1:{port} cannot be listened on" in err.splitlines()[-1]
+    assert "--replace" in err.splitlines()[-1]
     assert "Traceback" not in err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -200,6 +201,23 @@ async def test_all_listeners_share_one_snapshot() -> None:
             async with session.get(url) as reply:
                 assert await reply.content.readuntil(b"\n\n") == b"event: snapshot\ndata: 1\n\n"
         assert counted.count == 1
+
+
+async def test_a_snapshot_that_takes_long_is_made_less_often() -> None:
+    spent_s = 0.0
+
+    def costly() -> bytes:
+        nonlocal spent_s
+        began_s = time.thread_time()
+        while (spent_s := time.thread_time() - began_s) < 0.02:
+            pass
+        return b"1"
+
+    stream = EventStream(costly, interval_s=0.1)
+    async with served(stream) as url, aiohttp.ClientSession() as session, session.get(url) as reply:
+        await reply.content.readuntil(b"\n\n")
+        assert stream._timer is not None
+        assert stream._timer.when() - asyncio.get_running_loop().time() > 0.5
 
 
 async def test_the_stream_goes_on_and_ends_with_the_server() -> None:

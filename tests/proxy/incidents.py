@@ -95,7 +95,7 @@ def _drained(fleet: Watched) -> None:
 
 def _stale(fleet: Watched) -> None:
     fleet.scheduler.on_scrape("a", EngineSample(0, 0, 0.0), fleet.now)
-    fleet.now += 6.0
+    fleet.now += 31.0
 
 
 def _down(fleet: Watched) -> None:

@@ -143,6 +143,8 @@ def test_a_slow_one_is_named_before_its_first_answer_ends(slower: float) -> None
     assert fleet.recent.pace("a") == pytest.approx(slower, rel=0.1)
     assert causes(fleet.look()) == ([("slow", "a")] if slower > 2.0 else [])
     fleet.now += 10.0
+    assert causes(fleet.look()) == []  # it shows the pace of now no more
+    fleet.now += 25.0
     assert causes(fleet.look()) == [("stale_report", "a")]
 
 
@@ -280,8 +282,9 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:
     fleet = Watched("a")
     fleet.scheduler.on_scrape("a", EngineSample(0, 0, 0.0), fleet.now)
+    fleet.now += 16.0  # an idle engine is looked at each 15 s
     assert causes(fleet.look()) == []
-    fleet.now += 6.0
+    fleet.now += 16.0
     assert causes(fleet.look()) == [("stale_report", "a")]
     pool = pools(fleet.scheduler)
     found = status(fleet.scheduler, pool, fleet.recent, fleet.now, "fleet.yaml: models: expected a list")

@@ -29,8 +29,10 @@ CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
 #: Wait of the oldest request, in seconds, that degrades a model.
 LONG_WAIT_S: Final = 5.0
-#: Age of an instance's report, in seconds, beyond which it is stale.
-STALE_S: Final = 5.0
+#: Age of an instance's report, in seconds, beyond which it is stale (an idle engine is asked each 15 s), and
+#: up to which it shows the pace of now.
+STALE_S: Final = 30.0
+_FRESH_S: Final = 5.0
 #: Greatest age of a class's recent requests, in seconds.
 RECENT_S: Final = 60.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
@@ -188,7 +190,7 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("foreign_load", name, sentence, f"Send them through hetlb, or give {name} less.")
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     slower = each.speed.factor if each.speed.seen else 1.0
-    if pace >= PACE_FACTOR and stale_s <= STALE_S:
+    if pace >= PACE_FACTOR and stale_s <= _FRESH_S:
         slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"

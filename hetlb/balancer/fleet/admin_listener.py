@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -47,4 +48,6 @@ def named(what: str, host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += " (a running hetlb: stop it, or take its place with --replace)"
         raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error

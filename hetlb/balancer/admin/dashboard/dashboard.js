@@ -11,7 +11,7 @@ const STORED_THEME = "hetlb-theme";
 const SILENCE_MS = 5000;
 const RETRY_MS = 1000;
 /** A report of an engine older than this is shown as old. */
-const STALE_S = 5;
+const STALE_S = 30;
 /** Candidates of a decision shown before one asks for all. */
 const CANDIDATES = 12;
 const COLOURS = 8;

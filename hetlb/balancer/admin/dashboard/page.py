@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from aiohttp import web
@@ -11,6 +12,8 @@ from hetlb.balancer.admin.dashboard.pages import asset
 
 #: Seconds between two snapshots.
 INTERVAL_S = 1.0
+#: Share of the event loop for making them.
+_SHARE = 0.02
 MAX_LISTENERS = 64
 #: Seconds after which a listener that takes nothing is dropped.
 _WRITE_TIMEOUT_S = 10.0
@@ -51,7 +54,10 @@ def page_file(path: str) -> web.Response:
 
 
 class EventStream:
-    """Calls `snapshot` (a JSON document without line ends) once a second while there are listeners."""
+    """Calls `snapshot` (a JSON document without line ends) once a second while there are listeners.
+
+    If one takes long it is called less often: `_SHARE` of the loop is for it.
+    """
 
     def __init__(self, snapshot: Callable[[], bytes], interval_s: float = INTERVAL_S) -> None:
         self._snapshot = snapshot
@@ -104,7 +110,12 @@ class EventStream:
             self._frame = b""
             return
         # First, so that a snapshot that fails is not the last one.
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._publish)
+        loop = asyncio.get_running_loop()
+        self._timer, began_s = loop.call_later(self._interval_s, self._publish), time.thread_time()
         self._frame = b"event: snapshot\ndata: %b\n\n" % self._snapshot()
+        pause_s = (time.thread_time() - began_s) / _SHARE
+        if pause_s > self._interval_s:  # a large fleet
+            self._timer.cancel()
+            self._timer = loop.call_later(pause_s, self._publish)
         news, self._news = self._news, asyncio.Event()
         news.set()
