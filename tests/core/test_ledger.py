@@ -158,7 +158,7 @@ class Account:
 
     def scrape(self, running: int) -> None:
         """Report the running sequences of the engine: other groups' sequences have ended."""
-        self.instance.learn_sample(EngineSample(running, 0, 0.5), self.now)
+        self.instance.learn_sample(EngineSample(min(running, self.instance.sequences), 0, 0.5), self.now)
 
     def hold(self, tokens: int) -> None:
         """A prompt is kept for another instance, or the oldest such is let go."""

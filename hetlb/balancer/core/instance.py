@@ -35,6 +35,9 @@ _LATE_FACTOR: Final = 2.0
 #: each that was in vain, at most this.
 _SLOTS_AGE_S: Final = 5.0
 _MOST_SLOTS_AGE_S: Final = 600.0
+#: Sequences, and a share of the own ones, that an engine may report more than hetlb sent.
+_FOREIGN_SLACK: Final = 2
+_FOREIGN_SLACK_SHARE: Final = 0.1
 #: Iterations full of prompts after which what still waits lacks a slot.
 _FULL_ITERATIONS: Final = 2.0
 #: Decode steps of the shortest answer that says anything about speed.
@@ -52,9 +55,9 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
-        "foreign", "leads_back", "leaves_at", "sample", "sample_mark", "served", "sleep",
-        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step",
+        "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors",
+        "evidence", "leads_back", "leaves_at", "sample", "sample_mark", "served", "sleep", "sleep_at",
+        "slots_learnt", "slots_learnt_at", "slots_step",
     )  # fmt: skip
 
     def __init__(
@@ -86,9 +89,8 @@ class Instance(InstanceLedger):
         self.sample: EngineSample | None = None
         #: Work until the last sample, where that has its own count of tokens, and it has a profile.
         self.sample_mark: Mark | None = None
-        #: Sequences that its engine reports beyond hetlb's own, in the last two samples at least, and in the
-        #: last one.
-        self.foreign = self._foreign_seen = 0
+        #: Sequences that its engine reported last beyond hetlb's own.
+        self._foreign_seen = 0
         #: Sequences that ran in the last sample while others waited for a slot.
         self._waiting_seen = 0
         #: Time when its metrics showed how many sequences it runs at once.
@@ -174,7 +176,12 @@ class Instance(InstanceLedger):
         self.sample_at = now
         self.evidence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
-        self.foreign, self._foreign_seen = max(0, min(more, self._foreign_seen)), more
+        if more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
+            more = 0  # the two counts are of different moments
+        foreign, self._foreign_seen = min(more, self._foreign_seen), more
+        if foreign != self.foreign:
+            self._elapsed(now)
+            self.foreign = foreign
         if self.profiled and sample.answered is not None:
             if now > self.speed.last:
                 self._elapsed(now)

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.instance_limits import ChangeCounter, InstanceLimits
-from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Lease, LeaseId
@@ -36,43 +36,12 @@ class InstanceLedger(InstanceLimits):
     """Sums over the leases of an instance, and progress of their answers."""
 
     __slots__ = (
-        "_begun_sequences",
-        "_begun_steps",
-        "_first_tokens",
-        "_loads",
-        "_occupancy",
-        "_reading",
-        "_steps",
-        "_steps_per_s",
-        "blocks",
-        "booked",
-        "explored",
-        "finished_kv_tokens",
-        "finished_sequences",
-        "groups",
-        "held_tokens",
-        "in_flight",
-        "incarnation",
-        "incoming",
-        "kv_excess_tokens",
-        "kv_prompt_tokens",
-        "kv_tokens",
-        "leases",
-        "most_begun",
-        "pending_prompt_tokens",
-        "promised_tokens",
-        "prompt_tokens",
-        "prompts_alone",
-        "ranks",
-        "removed",
-        "sample_at",
-        "sequences",
-        "slot_times",
-        "slotless",
-        "stated_sequences",
-        "tree",
-        "unread_sequences",
-        "work_ns",
+        "_begun_sequences", "_begun_steps", "_first_tokens", "_loads", "_occupancy", "_reading", "_steps",
+        "_steps_per_s", "blocks", "booked", "explored", "finished_kv_tokens", "finished_sequences",
+        "foreign", "groups", "held_tokens", "in_flight", "incarnation", "incoming", "kv_excess_tokens",
+        "kv_prompt_tokens", "kv_tokens", "leases", "most_begun", "pending_prompt_tokens", "promised_tokens",
+        "prompt_tokens", "prompts_alone", "ranks", "removed", "sample_at", "sequences", "slot_times",
+        "slotless", "stated_sequences", "tree", "unread_sequences", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +86,8 @@ class InstanceLedger(InstanceLimits):
         #: count though their requests have not, and their tokens in the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
         self.finished_sequences, self.finished_kv_tokens = 0, 0.0
+        #: Sequences of others that its engine says it has, in the last two samples.
+        self.foreign = 0
         #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
         self.kv_excess_tokens = 0.0
         self.sample_at: float | None = None
@@ -153,7 +124,7 @@ class InstanceLedger(InstanceLimits):
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        running, loads = self.unfinished_sequences, self._loads
+        running, loads = self.unfinished_sequences + self.foreign, self._loads
         load = loads[running] if running < len(loads) else None
         if load is None:
             load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
@@ -173,6 +144,10 @@ class InstanceLedger(InstanceLimits):
 
     def seen(self, now: float) -> Occupancy:
         """Return the ledger as scoring reads it at a time."""
+        sample_at = self.sample_at
+        if self.foreign and sample_at is not None and now - sample_at > SIGNAL_STALE_S:
+            self._elapsed(now)
+            self.foreign, self._occupancy = 0, None
         if self._reading and _read_by(self._reading[0]) <= now:
             self._elapsed(now)
         return self.occupancy
@@ -418,11 +393,13 @@ class InstanceLedger(InstanceLimits):
         decoding = running - unread
         if decoding > self.max_num_seqs:
             decoding = self.max_num_seqs
-        tokens = 0.0
+        foreign, tokens = self.foreign, 0.0
         if decoding > 0:
             begun = self._begun_sequences
             grown = (begun * self._steps - self._begun_steps) / (begun if begun > decoding else decoding)
             tokens = decoding * (prompts / running + grown)
+            if foreign:
+                tokens += self.kv_excess_tokens
             load = self.load
             step_s = load.step_s + load.token_s * tokens / load.engines
             if unread > 0:
@@ -434,7 +411,9 @@ class InstanceLedger(InstanceLimits):
             steps = since_s * self._steps_per_s if since_s > 0.0 else 0.0
             self._steps += steps
             tokens += decoding * steps / 2.0
-        self.speed.elapsed(decoding if decoding > 0 else 0, tokens, now)
+        else:
+            decoding = 0
+        self.speed.elapsed(decoding + foreign, tokens, now)
         reading = self._reading
         while reading and _read_by(reading[0]) <= now:
             lease = reading.popleft()

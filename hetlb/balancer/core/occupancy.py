@@ -35,7 +35,7 @@ class EngineLoad:
 
     def __init__(self, instance: InstanceLedger, fewer: EngineLoad | None = None) -> None:
         """`fewer` is the load with one sequence less, if it is known."""
-        sequences = instance.unfinished_sequences
+        sequences = instance.unfinished_sequences + instance.foreign
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.asynchronous = instance.capacity.async_scheduling is True
@@ -80,10 +80,12 @@ class Occupancy:
 
     def __init__(self, instance: InstanceLedger) -> None:
         self.load = load = instance.load
-        running = instance.unfinished_sequences
+        running = instance.unfinished_sequences + instance.foreign
         self.running = float(running)
         self.empty = not running and not instance.kv_tokens
         booked = (instance.promised_tokens + instance.prompt_tokens) / 2.0 - instance.finished_kv_tokens
+        if instance.foreign:
+            booked += instance.kv_excess_tokens
         self.context = context = booked * load.context_share
         self.kv_utilization = instance.kv_utilization
         self.pending = unread = float(instance.pending_prompt_tokens) / load.engines

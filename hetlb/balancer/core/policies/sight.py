@@ -178,7 +178,8 @@ class Sight:
     def _room(self, ctx: SchedulingContext, running: float) -> int:
         """Return the state of an instance that is not empty: it needs a slot and KV cache."""
         seen, instance, load = self.seen, self.instance, self.load
-        few = not instance.explored and seen.running >= instance.explored_sequences(ctx.now)
+        own = seen.running - instance.foreign
+        few = not instance.explored and own >= instance.explored_sequences(ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
         sequences = seen.running + ctx.request.sequences
