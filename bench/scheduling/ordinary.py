@@ -66,6 +66,7 @@ FIXED: Final[dict[str, tuple[Kind, ...]]] = {
         Kind("l40s", L8, 1, 20),
     ),
     "l40s+b200": (Kind("l40s", L8, 1), Kind("b200_sxm", L8, 1)),
+    "slow first": tuple(Kind(system, L8, 1) for system in ("l40s", "a100_sxm", "h100_sxm", "b200_sxm")),
 }  # fmt: skip
 #: Slots of engines that a burst fills.
 _FEW_SLOTS: Final = 48
@@ -162,8 +163,9 @@ def cases(lab: Lab, draw: int) -> list[Case]:
         add("equal", names[3], traffic, 1.2, 1200)
     add("equal", names[3], "long mooncake", math.inf, 500)
     add("64", names[4], "azure", 0.8, 3000)
-    add("lone", names[5], "azure", 0.0, 40)
-    add("lone", names[5], "azure", 0.0, 40, cold="no profiles")
+    for fleet in names[5:]:
+        add("lone", fleet, "azure", 0.0, 40)
+        add("lone", fleet, "azure", 0.0, 40, cold="no profiles")
     return found
 
 

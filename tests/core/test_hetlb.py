@@ -338,7 +338,7 @@ def test_in_a_burst_long_prompts_go_to_the_fast_one_and_short_ones_beside_it() -
 
 
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
-def test_without_a_profile_each_first_token_lets_two_more_requests_run(shows: str) -> None:
+def test_without_a_profile_each_first_token_lets_three_more_requests_run(shows: str) -> None:
     unknown = InstanceSpec("a", MODEL, capacity=capacity(64))
     scheduler = make_scheduler([unknown], "hetlb")
     leases = [
@@ -346,18 +346,18 @@ def test_without_a_profile_each_first_token_lets_two_more_requests_run(shows: st
         for i in range(20)
         for lease in placed(scheduler.on_arrival(request(i, streamed=shows == "a first token"), 0.0))
     ]
-    assert len(leases) == 2
+    assert len(leases) == 3
     if shows == "a first token":
         scheduler.on_first_token(leases[0], 0.5)
-        assert len(placed(scheduler.on_tick(0.75))) == 2
+        assert len(placed(scheduler.on_tick(0.75))) == 3
         scheduler.on_first_token(leases[1], 0.75)
-        assert len(placed(scheduler.on_tick(1.0))) == 2
+        assert len(placed(scheduler.on_tick(1.0))) == 3
     elif shows == "an answer":
         leases[0].output_tokens = 1
         scheduler.on_first_token(leases[0], 0.5)
-        assert len(placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))) == 3
+        assert len(placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))) == 4
     else:
-        assert len(placed(scheduler.on_tick(5.0))) == 1
+        assert len(placed(scheduler.on_tick(5.0))) == 2
         assert len(placed(scheduler.on_tick(10.0))) == 1
 
 
@@ -370,7 +370,7 @@ def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
         for i in range(160)
         for lease in placed(scheduler.on_arrival(request(i, streamed=True, max_tokens=100), 0.0))
     ]
-    assert sorted(lease.instance for lease in leases) == ["fast"] * 2 + ["slow"] * 2
+    assert sorted(lease.instance for lease in leases) == ["fast"] * 3 + ["slow"] * 3
     first_s = {"fast": 0.1, "slow": 1.0}
     due = [(first_s[lease.instance], lease.id, lease) for lease in leases]
     found = [lease.instance for lease in leases]

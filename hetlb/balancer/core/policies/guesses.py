@@ -17,14 +17,16 @@ def precedes(each: Sight, found: Sight) -> bool:
     """Return True if an instance has a lower score than another, or the same and showed more speed.
 
     Speeds that were shown without a profile are averaged if they are near. Of equal ones the instance with
-    the fewest requests is first.
+    the fewest requests is first, then the first of the file.
     """
     if each.score != found.score:
         return each.score < found.score
     one, other = each.instance, found.instance
     if one.speed.seen and other.speed.seen and one.speed.shown != other.speed.shown:
         return one.speed.shown < other.speed.shown
-    return one.booked < other.booked
+    if one.booked != other.booked:
+        return one.booked < other.booked
+    return each.index < found.index
 
 
 def worth_a_try(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sight) -> Sight:
