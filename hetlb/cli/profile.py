@@ -23,7 +23,7 @@ from hetlb.cli.profile_corrected import write_corrected
 from hetlb.cli.profile_facts import Facts, read_facts_file
 from hetlb.errors import InputError, visible
 from hetlb.inputs.urls import check_url
-from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.degrees import refused_degree
 from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
@@ -182,13 +182,7 @@ def _probed(args: argparse.Namespace, profile: Profile) -> Profile:
 def _from_data_sheet(args: argparse.Namespace, degree: int) -> Measurements:
     """Return the estimate for a GPU of the table. Raises `ConfigError`, `InputError`."""
     facts = load_facts(args.config, args.model)
-    # Experts stay whole if vLLM takes the degree in no other way.
-    shape, whole = facts.shape, facts.expert_parallel
-    if (
-        shape
-        and (why := refusal(shape, degree))
-        and (not whole or refusal(shape, degree, expert_parallel=True))
-    ):
+    if why := "" if facts.shape is None else refused_degree(facts.shape, degree):
         raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
     found = data_sheet(gpu_named(args.gpu, "--gpu"), facts, degree)
     if found.engine.kv_cache_tokens is None:

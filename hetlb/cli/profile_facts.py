@@ -11,7 +11,7 @@ import msgspec
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.yaml_file import load_yaml
-from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.degrees import refused_degree
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.composition import roofline_of
 from hetlb.tools.plan.common.plan_tables import Model, PlanModelTable, RooflineTable, read_model
@@ -59,7 +59,7 @@ class Facts(msgspec.Struct, frozen=True):
             named = self.model.name if model is None else model.name
             model = _over(model, model_info(self.model.known, named))
             if launch is None and self.model.facts is not None and found.host is None:
-                launch = assumed_launch(self.model.facts)
+                launch = assumed_launch(self.model.facts, found.engine.tensor_parallel_size or 1)
         source = found.source
         if file.licence is not None:
             source = msgspec.structs.replace(source, licence=file.licence)
@@ -73,7 +73,7 @@ class Facts(msgspec.Struct, frozen=True):
         if table is None or self.model is None or self.path is None:
             raise InputError("--facts: expected a file with `roofline:` and `model:` for --from roofline")
         shape = self.model.shape
-        if why := "" if shape is None else refusal(shape, degree):
+        if why := "" if shape is None else refused_degree(shape, degree):
             raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
         return roofline_of(table, self.model, degree).measurements(gpu or self.gpu, self.model.name)
 

@@ -16,13 +16,14 @@ from hetlb.errors import ConfigError
 from hetlb.tools.models.layer import AttentionWork, causal_pairs
 from hetlb.tools.models.model_facts import read_facts, stated_facts
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.sources import Roofline
+from hetlb.tools.profiler.sources import Roofline, assumed_launch, data_sheet
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
 }  # fmt: skip
+CACHES = Path(__file__).parents[1] / "models" / "data" / "caches.json"
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
     "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
@@ -134,3 +135,10 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [each["name"] for each in json.loads(capsys.readouterr().out)["gpus"]] == list(GPUS)
     assert main(["profile", "--gpus"]) == 0
     assert "RTX-PRO-6000" in capsys.readouterr().out
+
+
+def test_a_pass_of_experts_is_launched_on_one_gpu_in_half_the_time_of_two() -> None:
+    facts = read_facts(json.loads((CACHES).read_text())["openai--gpt-oss-120b"]["config"], "m")
+    one, two = assumed_launch(facts, 1), assumed_launch(facts, 2)
+    assert (one.graph_s, one.eager_s) == (two.graph_s / 2, two.eager_s / 2)
+    assert any(line.startswith("experts: ") for line in data_sheet(GPUS["H200"], facts, 8).assumed)

@@ -65,6 +65,12 @@ def refusal(
     return _blocks_refusal(shape, split, t) if t > 1 else ""
 
 
+def refused_degree(shape: ModelShape, tensor_parallel_size: int) -> str:
+    """Return why vLLM does not start with a degree, with whole experts or without; empty if it does."""
+    why = refusal(shape, tensor_parallel_size)
+    return why if why and refusal(shape, tensor_parallel_size, expert_parallel=True) else ""
+
+
 def _blocks_refusal(shape: ModelShape, split: tuple[tuple[str, int], ...], t: int) -> str:
     rows, columns = shape.block
     for key, size in split:

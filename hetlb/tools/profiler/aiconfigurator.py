@@ -124,7 +124,7 @@ def query(
         ),
         model=ModelInfo(name=model) if facts is None else model_info(facts),
         split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
-        launch=None if facts is None else assumed_launch(facts),
+        launch=None if facts is None else assumed_launch(facts, layout.tp * layout.dp),
         assumed=(*_assumed(layout, all_reduce_bytes_s), *reason, *unknown),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -300,12 +300,21 @@ def data_sheet(gpu: Gpu, facts: ModelFacts, degree: int) -> Measurements:
             memory_bytes=gpu.memory_bytes,
             all_reduce_bytes_s=gpu.all_reduce_bytes_s if degree > 1 else None,
         ),
-        launch=assumed_launch(facts),
-        assumed=(
-            f"peak figures and shares of {gpu.name} (`hetlb profile --gpus`): nothing was measured here",
-        ),
+        launch=assumed_launch(facts, degree),
+        assumed=tuple(_sheet_limits(gpu, facts)),
         name=f"{gpu.name.lower()}-{facts.name.rpartition('/')[2].lower()}-tp{degree}",
     )
+
+
+def _sheet_limits(gpu: Gpu, facts: ModelFacts) -> Iterator[str]:
+    """Yield a phrase for each thing that an estimate by a data sheet does not know."""
+    yield f"peak figures and shares of {gpu.name} (`hetlb profile --gpus`): nothing was measured here"
+    if facts.experts:
+        yield (
+            "experts: kernel tables of H200 take 1.1 to 3 times as long for prompts up to 4,096 tokens, and "
+            "1.3 to 4 times for batches up to 128 (DeepSeek-V3, gpt-oss-120b at TP 8, Qwen3-30B-A3B); "
+            "--from aiconfigurator has the tables"
+        )
 
 
 def profile_of(
@@ -380,17 +389,20 @@ def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) ->
 #: at TP 2 on B300 (vLLM 0.20.1): three figures for four constants, so linear attention and experts may trade.
 _ATTENTION_LAUNCH_S, _STATE_LAUNCH_S = 0.1e-3, 0.45e-3
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.15e-3, 0.475e-3
+#: Such a pass of Qwen3.6-35B-A3B on one B300, which has no collectives, took half as long.
+_ALONE_SHARE = 0.5
 #: Largest batch, in tokens, that vLLM captures CUDA graphs of by default.
 _GRAPH_TOKENS = 512
 
 
-def assumed_launch(facts: ModelFacts) -> LaunchTime:
-    """Return the launch times of a model by the kinds of its layers."""
+def assumed_launch(facts: ModelFacts, gpus: int) -> LaunchTime:
+    """Return the launch times of a model on a server of `gpus` GPUs by the kinds of its layers."""
     states = facts.kinds.get("linear", 0) + facts.kinds.get("state", 0)
     layers = max(facts.layers, sum(facts.kinds.values()))
     graph_s = _STATE_LAUNCH_S * states + _ATTENTION_LAUNCH_S * (layers - states)
     eager_s = graph_s + (_DENSE_LAUNCH_S + (_EXPERTS_LAUNCH_S if facts.experts else 0.0)) * layers
-    return LaunchTime(_GRAPH_TOKENS, graph_s, eager_s)
+    share = _ALONE_SHARE if gpus == 1 and facts.experts else 1.0
+    return LaunchTime(_GRAPH_TOKENS, share * graph_s, share * eager_s)
 
 
 #: Share of a GPU's blocks of threads that reads its memory as fast as all of them do.
@@ -449,7 +461,8 @@ def complete(
         assumed.append(
             f"launch: kernels of a pass that prefills are launched in {1e3 * launch.graph_s:.3g} ms up to "
             f"{launch.graph_tokens:g} tokens (CUDA graphs) and {1e3 * launch.eager_s:.3g} ms beyond, by the "
-            "kinds of the model's layers as on B300; a live sweep measures the passes as they are"
+            "kinds of the model's layers as on B300 (experts on one GPU: half of two); a live sweep measures "
+            "the passes as they are"
         )
     if host == assumed_host(asynchronous):
         scheduling = "synchronous" if asynchronous is False else "asynchronous"

@@ -117,7 +117,7 @@ def estimated_rank(
         hardware=Hardware(gpu=gpu, gpus=degrees.gpus, memory_bytes=memory_bytes),
         model=model_info(model.known),
         host=None if base is None else base.host,
-        launch=assumed_launch(model.known),
+        launch=assumed_launch(model.known, degrees.gpus),
         assumed=(f"{degrees.name}: estimated by peak figures of {gpu}{of}; a profile of it replaces this",),
     )
     try:
