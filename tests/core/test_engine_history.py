@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, EngineHistory, EngineSample, InstanceSpec, Lease, Outcome
 from hetlb.balancer.engines.engine_history import HistoryPage
@@ -80,6 +82,27 @@ def test_ranks_and_engines_that_repeat_a_figure_change_no_mean() -> None:
 def test_few_requests_and_absurd_figures_make_no_mean(old: str, new: str) -> None:
     assert old in VLLM
     assert read(VLLM.replace(old, new)).history is None
+
+
+def test_ranks_with_absurd_sums_end_nothing() -> None:
+    ranks = "".join(VLLM.replace('engine="0"', f'engine="{n}"').replace(" 20.0", " 1e308") for n in range(9))
+    assert read(ranks).history is None
+
+
+absurd = st.floats(1e-300, 1e7)
+
+
+@given(absurd, st.none() | absurd, absurd, absurd, st.floats(1.0, 1e7))
+def test_whatever_an_engine_says_of_its_past_is_a_speed(
+    prompt: float, prefill_s: float | None, output: float, step_s: float, batch: float
+) -> None:
+    scheduler = make_scheduler([InstanceSpec("a", MODEL), InstanceSpec("b", MODEL)], "hetlb")
+    history = EngineHistory(prompt, prefill_s, output, step_s, batch)
+    scheduler.on_scrape("a", EngineSample(running=0, waiting=0, history=history), 0.0)
+    quick = ServiceClass("quick", ttft_s=1.0, tpot_s=0.1)
+    for i in range(4):
+        dispatched(scheduler.on_arrival(request(i, prompt=500, service=quick), 0.1 * i))
+    assert all(0.0 < each.latency.step_s(1.0, 1000.0) < math.inf for each in scheduler.instances)
 
 
 def past(slower: float) -> EngineSample:

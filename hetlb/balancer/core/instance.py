@@ -13,7 +13,7 @@ from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_N
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
-from hetlb.balancer.core.speed import Mark, SpeedTracker
+from hetlb.balancer.core.speed import MOST_UNPROFILED_FACTOR, Mark, SpeedTracker
 from hetlb.balancer.core.types import (
     AdminState,
     EngineHistory,
@@ -345,10 +345,12 @@ class Instance(InstanceLedger):
         if not self.speed.told(read_s + step_s, prefill_s + answer_s, now):
             return False
         if prefill_s > 0.0 and read_s > 0.0:  # reading and decoding apart, beside the factor of both
-            both = (prefill_s + answer_s) / (read_s + step_s)
-            self.nominal = model.with_factors(
-                prefill_s / read_s / both, 1.0, answer_s / step_s / both, 0.0, 0.0, 0.0
-            )
+            both, most = (prefill_s + answer_s) / (read_s + step_s), MOST_UNPROFILED_FACTOR
+            reading, decoding = [
+                max(1.0 / most, min(most, each))
+                for each in (prefill_s / read_s / both, answer_s / step_s / both)
+            ]
+            self.nominal = model.with_factors(reading, 1.0, decoding, 0.0, 0.0, 0.0)
         self.explored = True
         self.take_speed()
         return True

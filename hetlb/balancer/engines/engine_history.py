@@ -20,8 +20,9 @@ from hetlb.balancer.engines.series_reader import SeriesReader
 #: Tokens after the first of an answer, and requests, that make a mean.
 _LEAST_TOKENS: Final = 100.0
 _LEAST_REQUESTS: Final = 4.0
-#: Largest figure of a mean: more is nonsense.
+#: Largest figure of a mean, and of a series: more is nonsense.
 _MOST: Final = 1e7
+_MOST_SUM: Final = 1e15
 #: By prefix: seconds between tokens (the first that is there), seconds of a prompt's computation, iterations,
 #: requests, prompt tokens, prompt tokens from the cache, and tokens of answers. "" for what is not told.
 _NAMES: Final = (
@@ -107,4 +108,4 @@ def _history_of(series: Mapping[str, Mapping[str, float]]) -> EngineHistory | No
 
 
 def _sane(found: Mapping[str, float]) -> bool:
-    return all(math.isfinite(value) and value >= 0.0 for value in found.values())
+    return all(0.0 <= value <= _MOST_SUM for value in found.values())
