@@ -79,6 +79,47 @@ async def test_a_request_for_the_model_of_an_engine_that_loads_waits(tmp_path: P
             assert running.scheduler.instances[0].served == ("m",)
 
 
+async def completion(port: int, model: str) -> int:
+    """Status of a completion by a model."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"model":"%b","prompt":"x"}' % model.encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    try:
+        writer.write(head % len(body) + body)
+        return int((await reader.read()).split()[1])
+    finally:
+        writer.close()
+
+
+async def test_a_model_that_was_loaded_a_moment_ago_is_found_by_its_first_request(tmp_path: Path) -> None:
+    async with Engine() as engine, Engine() as other:
+        async with serving(tmp_path, document(engine, other, scrape=SELDOM)) as running:
+            assert (await running.ask()).status == 200
+            engine.served = "loaded"
+            found = await asyncio.gather(*(completion(running.port, "loaded") for _ in range(3)))
+            assert found == [200, 200, 200]
+            assert len(engine.asked) >= 3
+            # A name that no engine has is refused; the engines are not asked again for each of these.
+            lists = sum(b"/v1/models" in visit.head for visit in engine.visits)
+            assert await completion(running.port, "none") == 404
+            assert await completion(running.port, "none") == 404
+            assert sum(b"/v1/models" in visit.head for visit in engine.visits) == lists
+
+
+async def test_a_client_that_leaves_while_models_are_looked_up_leaves_nothing(tmp_path: Path) -> None:
+    async with Engine() as engine:
+        async with serving(tmp_path, document(engine, scrape=SELDOM)) as running:
+            assert (await running.ask()).status == 200
+            scheduling, looked_up = running.service.scheduling, []
+            scheduling.look_up = lambda again: looked_up.append(again) or True
+            client = asyncio.create_task(completion(running.port, "none"))
+            await turns_until(lambda: len(looked_up) == 1)
+            client.cancel()
+            await turns_until(lambda: not scheduling._unknown)
+            looked_up[0]()
+            assert not running.service.driver.exchanges
+
+
 async def test_a_client_that_leaves_while_the_engine_is_asked_leaves_nothing(tmp_path: Path) -> None:
     async with Engine() as engine:
         async with serving(tmp_path, document(engine, scrape=SELDOM)) as running:

@@ -60,6 +60,10 @@ _MAX_PAGE_BYTES: Final = 1 << 20
 MAX_METRICS_BYTES = 64 << 20
 #: Seconds until an engine is asked again whose page is too large, or that has none.
 _NO_PAGE_PAUSE_S: Final = 60.0
+#: Seconds that a look at all lists of models may take, seconds between two, and lists read at once.
+_LOOK_UP_S: Final = 1.0
+_LOOK_UP_PAUSE_S: Final = 2.0
+_AT_ONCE: Final = 8
 #: Statuses of an engine that does not know a path.
 UNKNOWN_PATH: Final = frozenset({404, 405, 501})
 #: Seconds for which an idle connection is kept: uvicorn closes it after 5 s.
@@ -112,6 +116,9 @@ class EngineWatch:
         self._now = asyncio.get_running_loop().time
         self._proxy = ProxyTable(connect_timeout_s=2.0 * table.timeout_s, upstream_idle_s=_IDLE_S)
         self._running: asyncio.Task[None] | None = None
+        #: Calls that wait for a look at all lists of models, and the end of the last one.
+        self._looking_up: list[Callable[[], None]] = []
+        self._looked_up_at = -math.inf
         #: The engines' own entries of `/v1/models`, by instance.
         self.models: dict[str, list[dict[str, Any]]] = {}
         #: The engines' `/version`, by instance.
@@ -185,6 +192,32 @@ class EngineWatch:
         if entries and instance is not None and instance.served != listed.models:
             self.models[name] = entries
             self._learned(listed)
+
+    def look_up_models(self, done: Callable[[], None]) -> bool:
+        """Read the lists of all engines that are up, then call `done`. False: they were read just now."""
+        if not self._looking_up:
+            if self._now() < self._looked_up_at + _LOOK_UP_PAUSE_S:
+                return False
+            self._looks[""] = asyncio.create_task(self._look_up(), name="watch models")
+        self._looking_up.append(done)
+        return True
+
+    async def _look_up(self) -> None:
+        looks = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_UP_S):
+                for instance in self._scheduler.instances:
+                    seen = self._seen.get(instance.name)
+                    if seen is not None and instance.evidence.state is Health.UP:
+                        looks.append(asyncio.create_task(self._read_models(instance.name, seen, instance)))
+                        await asyncio.sleep(self._rounds.pause_s if len(looks) % _AT_ONCE == 0 else 0)
+                await asyncio.gather(*looks, return_exceptions=True)
+        await ended(*looks)
+        self._looks.pop("", None)
+        self._looked_up_at = self._now()
+        waiting, self._looking_up = self._looking_up, []
+        for done in waiting:
+            done()
 
     def model_list(self) -> list[dict[str, Any]]:
         union: dict[str, dict[str, Any]] = {}

@@ -57,6 +57,8 @@ _OWN_STALL_S: Final = 1.0
 #: Seconds until requests that found the budget of retries used up are looked at again.
 _NEXT_MOVES_S: Final = 0.05
 DECISIONS_KEPT: Final = 1000
+#: Requests that may wait for a look at the engines' models.
+_MOST_UNKNOWN: Final = 256
 #: Candidates kept with decisions, some 10 MB: of a large fleet fewer decisions are kept.
 CANDIDATES_KEPT: Final = 50_000
 _HEALTH: Final = {
@@ -94,6 +96,10 @@ class SchedulerDriver(SchedulerSide):
         self.by_counters = False
         #: Takes an instance out that turned out to be this proxy.
         self.take_out: Callable[[InstanceChange], None] = self.change
+        #: Looks which models the engines have and calls back; False right after another look.
+        self.look_up: Callable[[Callable[[], None]], bool] | None = None
+        #: Requests that wait for it.
+        self._unknown: dict[RequestId, Request] = {}
         #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
@@ -190,7 +196,24 @@ class SchedulerDriver(SchedulerSide):
         started = perf_counter()
         commands = self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
         self._arrival_s.append(perf_counter() - started)
+        if commands and type(commands[0]) is Reject and self._looked_up(request, commands[0]):
+            return
         self.carry_out(commands)
+
+    def _looked_up(self, request: Request, reject: Reject) -> bool:
+        """Return True if the request waits for a look whether some engine has its model by now."""
+        if self.look_up is None or reject.reason is not RejectReason.UNKNOWN_MODEL:
+            return False
+
+        def again() -> None:
+            if self._unknown.pop(request.id, None) is not None:
+                self.carry_out(self.scheduler.on_arrival(request, self.carrier.now()))
+
+        self._unknown[request.id] = request
+        if len(self._unknown) > _MOST_UNKNOWN or not self.look_up(again):
+            del self._unknown[request.id]
+            return False
+        return True
 
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
@@ -239,9 +262,11 @@ class SchedulerDriver(SchedulerSide):
         return now - evidence.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
+        self._unknown.pop(request_id, None)
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
 
     def abandon(self, request_id: RequestId, now: float) -> None:
+        self._unknown.pop(request_id, None)
         self.carry_out(self.scheduler.abandon(request_id, now))
 
     def came_back(self, instance: str) -> None:

@@ -424,6 +424,7 @@ class Service(FleetService):
         self._hurry = False
         self._forced_exit: threading.Timer | None = None
         self.driver.pools.on_reconnect = self.watch.reconnected
+        self.scheduling.look_up = self.watch.look_up_models
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
         #: Sleep and wake of instances, None before one has `wake`.
