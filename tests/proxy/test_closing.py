@@ -18,6 +18,7 @@ from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.serving_options import OPTIONS
+from hetlb.options.peers import share
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.redis_transport import RedisTransport
 
@@ -44,7 +45,10 @@ class Mute:
 
 
 async def serving(port: int, folder: Path, first: str) -> Close:
-    """Start a service whose engine, publisher of events and API server are mute; `first` is closed first."""
+    """Start a service whose engine, publisher of events, API server, name server and peers are mute.
+
+    `first` is closed first. One with `wake` has no peers.
+    """
     fleet = {
         "version": 1,
         "listen": {"port": 0},
@@ -55,12 +59,18 @@ async def serving(port: int, folder: Path, first: str) -> Close:
             "poll_s": 0.1,
             "files": ["instances.d"],
             "kubernetes": {"api_server": f"http://127.0.0.1:{port}", "namespace": "n", "selector": "a=b"},
+            "dns": [{"name": "a.test", "port": 80, "model": "m", "servers": [f"127.0.0.1:{port}"]}],
         },
+        "shared": {"url": f"redis://127.0.0.1:{port}"} if first == "sharing" else None,
         "models": [
             {
                 "name": "m",
                 "instances": [
-                    {"url": f"http://127.0.0.1:{port}", "kv_events": f"tcp://127.0.0.1:{port}"},
+                    {
+                        "url": f"http://127.0.0.1:{port}",
+                        "kv_events": f"tcp://127.0.0.1:{port}",
+                        "wake": None if first == "sharing" else {"sleep_after_s": 0.01},
+                    },
                 ],
             }
         ],
@@ -70,6 +80,8 @@ async def serving(port: int, folder: Path, first: str) -> Close:
     path.write_text(yaml.safe_dump(fleet))
     service = Service(load_fleet(path), OPTIONS)
     service.offer = Offer(service)
+    if first == "sharing":
+        share(service)
     await service.start()
 
     async def close() -> None:
@@ -103,6 +115,8 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
         (serving, "watch"),
         (serving, "_sources"),
         (serving, "_kv_events"),
+        (serving, "_sleep"),
+        (serving, "sharing"),
         (serving, "offer"),
         (sharing, ""),
     ],

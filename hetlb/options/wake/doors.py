@@ -30,6 +30,10 @@ class DoorError(Exception):
     """A server that does not sleep, or does not wake up: one line."""
 
 
+class NotReadyError(DoorError):
+    """A server that is not reached, or says that it is not ready: it is asked again."""
+
+
 class Sleeping(msgspec.Struct):
     """Answer of vLLM's `/is_sleeping`."""
 
@@ -60,7 +64,7 @@ class Door(ABC):
 
         def failed(end: End, detail: str) -> None:
             if not found.done():
-                found.set_exception(DoorError(f"{line}: {detail}"))
+                found.set_exception(NotReadyError(f"{line}: {detail}"))
 
         pool = self._pool()
         head = pool.head(line.encode("ascii"), _JSON if body else b"content-length: 0\r\n")
@@ -72,14 +76,16 @@ class Door(ABC):
             if not found.done() or found.cancelled():
                 call.abort()
         if status not in expected:
-            raise DoorError(f"{line}: status {status}")
+            raise (NotReadyError if status >= 500 else DoorError)(f"{line}: status {status}")
         return answer
 
-    async def until(self, line: str, holds: Callable[[bytes], bool]) -> None:
-        """Return when an answer of the server is as expected; one that is not reached is asked again."""
+    async def until(
+        self, line: str, holds: Callable[[bytes], bool], expected: Sequence[int] = (200,)
+    ) -> None:
+        """Return when an answer of the server is as expected. Raises `DoorError` if none ever will be."""
         while True:
-            with contextlib.suppress(DoorError):
-                if holds(await self.ask(line)):
+            with contextlib.suppress(NotReadyError):
+                if holds(await self.ask(line, expected=expected)):
                     return
             await asyncio.sleep(_LOOK_S)
 
@@ -93,7 +99,7 @@ class EngineDoor(Door):
 
     async def sleep(self) -> None:
         await self.ask(f"POST /sleep?level={self._level}")
-        await self.until("GET /is_sleeping", lambda answer: _sleeps(answer) is True)
+        await self.until("GET /is_sleeping", _sleeps)
 
     async def wake(self) -> None:
         if self._level == 1:
@@ -102,7 +108,7 @@ class EngineDoor(Door):
             await self.ask("POST /wake_up?tags=weights")
             await self.ask("POST /collective_rpc", _RELOAD)
             await self.ask("POST /wake_up?tags=kv_cache")
-        await self.until("GET /is_sleeping", lambda answer: _sleeps(answer) is False)
+        await self.until("GET /is_sleeping", lambda answer: not _sleeps(answer))
 
 
 class CommandDoor(Door):
@@ -117,7 +123,7 @@ class CommandDoor(Door):
 
     async def wake(self) -> None:
         await _run(self._commands.wake)
-        await self.until("GET /health", lambda answer: True)
+        await self.until("GET /health", lambda answer: True, (200, 404))  # some servers have no such page
 
 
 def door(table: WakeTable, pool: Callable[[], EnginePool]) -> Door:
@@ -125,11 +131,11 @@ def door(table: WakeTable, pool: Callable[[], EnginePool]) -> Door:
     return EngineDoor(pool, table.level) if table.command is None else CommandDoor(pool, table.command)
 
 
-def _sleeps(answer: bytes) -> bool | None:
+def _sleeps(answer: bytes) -> bool:
     try:
         return msgspec.json.decode(answer, type=Sleeping).is_sleeping
-    except (msgspec.DecodeError, RecursionError):
-        return None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DoorError("GET /is_sleeping: expected is_sleeping true or false") from error
 
 
 async def _run(command: Sequence[str]) -> None:

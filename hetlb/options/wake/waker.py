@@ -25,7 +25,7 @@ from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.wake import sleep_states as states
 from hetlb.options.wake.doors import MOST_S, Door, DoorError, door
 from hetlb.options.wake.sleep_states import SleepState
-from hetlb.tasks import ended
+from hetlb.tasks import end, ended
 
 logger = logging.getLogger("hetlb.wake")
 
@@ -81,7 +81,7 @@ class Waker:
         for name in [name for name, place in self.places.items() if tables.get(name) != place.table]:
             place = self.places.pop(name)
             if place.task is not None:
-                place.task.cancel()
+                end(place.task)
             if name in self._scheduler.fleet.instances:
                 self._change(SleepSet(name, ""))
         for name, table in tables.items():
@@ -212,7 +212,7 @@ class Waker:
         try:
             async with asyncio.timeout(MOST_S):
                 await place.door.sleep()
-        except (DoorError, TimeoutError) as error:
+        except Exception as error:  # of whatever kind: it must not stay on its way for ever
             tell(
                 logger, Event.SLEEP_FAILED, "%s does not sleep: %s", place.name, _line(error),
                 instance=place.name, reason=_line(error),
@@ -227,7 +227,7 @@ class Waker:
         try:
             async with asyncio.timeout(MOST_S):
                 await place.door.wake()
-        except (DoorError, TimeoutError) as error:
+        except Exception as error:  # of whatever kind: it must not stay on its way for ever
             place.failed = True
             tell(
                 logger, Event.WAKE_FAILED, "%s does not wake up: %s", place.name, _line(error),

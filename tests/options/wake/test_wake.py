@@ -14,6 +14,7 @@ import pytest
 import yaml
 from helpers import free_port, turns_until
 from proxy.services import Engine, Running, document, serving
+from proxy.upstreams import Visit
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile
@@ -147,6 +148,44 @@ async def test_a_server_without_the_endpoints_stays_awake_and_that_is_said(
             from proxy.upstreams import plain
 
             engine.reply = plain()
+            assert (await running.ask()).status == 200
+
+
+class Odd(Engine):
+    """It takes a request to sleep, and answers the question whether it does in its own way."""
+
+    def __init__(self, answer: bytes) -> None:
+        super().__init__()
+        self.word = answer
+
+    async def _route(self, visit: Visit) -> None:
+        if b"/is_sleeping" in visit.head:
+            visit.send(self.word)
+        elif b"/sleep" in visit.head:
+            visit.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await super()._route(visit)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n" + b"[" * 100_000,
+        b'HTTP/1.1 200 OK\r\ncontent-length: 21\r\n\r\n{"is_sleeping":"true"}',
+    ],
+    ids=["no page", "no word", "brackets", "a text"],
+)
+async def test_a_server_that_does_not_say_whether_it_sleeps_stays_awake(
+    tmp_path: Path, answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was asked again for 15 minutes, without requests."""
+    async with Odd(answer) as engine:
+        fleet = document(engine)
+        fleet["models"][0]["instances"][0]["wake"] = {"sleep_after_s": 0.2}
+        async with serving(tmp_path, fleet) as running:
+            await turns_until(lambda: "does not sleep" in caplog.text)
             assert (await running.ask()).status == 200
 
 
