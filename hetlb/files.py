@@ -16,10 +16,10 @@ from typing import BinaryIO, Final
 
 from hetlb.errors import InputError
 
-#: Largest file that is read whole if the reader states no other size, bytes.
+#: Largest file read whole if the reader states no other size, bytes.
 MAX_BYTES: Final = 64 << 20
 _PIECE_BYTES: Final = 1 << 20
-#: Largest content of a pipe that is kept for a second read, bytes.
+#: Largest content of a pipe kept for a second read, bytes.
 _MAX_KEPT_BYTES: Final = 8 << 20
 _KINDS: Final = {
     stat.S_IFDIR: "a folder",

@@ -57,7 +57,7 @@ def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> 
 
 
 def opened_log(path: Path) -> int:
-    """Open a log, emptied, and return its descriptor; it may be a pipe that is read. Raises `OSError`."""
+    """Open a log, emptied, and return its descriptor; it may be a pipe with a reader. Raises `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY
     try:
         # A pipe that has no reader would keep the start waiting for one.

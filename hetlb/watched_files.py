@@ -16,7 +16,7 @@ from hetlb.files import content
 _SETTLED_S: Final = 0.05
 #: Seconds between two reads of a file with the same time, size and inode: it may be written in place.
 _CONTENT_S: Final = 3.0
-#: Largest file that is read for that, bytes.
+#: Largest file read for that, bytes.
 _MAX_CONTENT_BYTES: Final = 16 << 20
 #: Files: path, time of change (ns), size, inode and digest of the content of each.
 Stamp: TypeAlias = tuple[tuple[str, tuple[int, int, int], bytes], ...]

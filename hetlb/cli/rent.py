@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def plan_once(
     args: argparse.Namespace, market: Market, limits: SolveLimits, progress: PlanProgress
 ) -> tuple[Table, SolvedPlan, dict[str, Any]]:
-    """Return one plan, or a plan that follows another, and its document."""
+    """Solve one plan and return it with its document; with `--replan`, begin from an earlier plan."""
     began = time.monotonic()
     measured = Measured(None if args.no_cache else default_cache(), slo_limits(market))
     rows = None if args.trace is None else trace_rows(args.trace)

@@ -59,7 +59,7 @@ class _Cells(string.Formatter):
 
 
 def document_table(title: str, columns: str, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Create a table of objects: `name={key}|>share={share:.1%}` are its columns and the formats of cells.
+    """Create a table of objects. Columns with the formats of their cells: `name={key}|>share={share:.1%}`.
 
     A row with `bold` is shown so.
     """

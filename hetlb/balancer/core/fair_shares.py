@@ -11,7 +11,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Request, RequestId
 
-#: Tenants without requests that are kept; of more the one idle for longest is forgotten.
+#: Kept tenants without requests; of more the one idle for longest is forgotten.
 _IDLE_TENANTS: Final = 1024
 #: Entries of the heap of levels beyond two for each tenant that asks.
 _MOST_LEFT: Final = 64

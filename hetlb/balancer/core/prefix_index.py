@@ -168,7 +168,7 @@ class Tree:
         return freed
 
     def remember(self, key: str, tokens: int, parent: Node | None) -> None:
-        """Note that a conversation of these tokens has ended; `parent` is still in use."""
+        """Keep the prefix of a finished conversation. Other requests still use `parent`."""
         node = self.nodes.get(key)
         if node is not None:
             self.drop(node)

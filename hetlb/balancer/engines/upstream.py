@@ -30,7 +30,7 @@ _LARGE_READ_BYTES: Final = 64 << 10
 #: Maximum bytes of the answer to a request of the proxy's own, and what a longer one fails with.
 _MAX_ANSWER_BYTES: Final = 4 << 20
 TOO_LONG: Final = "its answer is too long"
-#: Maximum bytes of a body that is written in one piece with its head.
+#: Maximum bytes of a body written in one piece with its head.
 _MAX_COPIED_BYTES: Final = 16 << 10
 _IDLE: Final = EngineState.IDLE
 _OPEN: Final = Reading.OPEN

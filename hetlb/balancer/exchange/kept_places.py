@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-#: Ids that are known at a time; the oldest goes first.
+#: Ids known at a time; the oldest goes first.
 MOST_IDS: Final = 16_384
 #: Longest id.
 MOST_ID_CHARACTERS: Final = 256

@@ -1,4 +1,4 @@
-"""Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
+"""Numbers and truth values written otherwise than JSON has them, read as vLLM's classes read them.
 
 The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
 table, lax mode); 100.5 is refused.
@@ -15,7 +15,7 @@ from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]++(?:_[0-9]++)*+(?:\.0++)?+")
 _MOST_DIGITS: Final = 4300
-#: Largest float that is read as an integer.
+#: Largest float read as an integer.
 _MOST_FLOAT: Final = 2.0**63
 _TRUE: Final = ("1", "true", "t", "yes", "y", "on")
 _FALSE: Final = ("0", "false", "f", "no", "n", "off")

@@ -33,9 +33,9 @@ MAX_PART_HEAD_BYTES: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
 MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
-#: Maximum bytes of a value that is read.
+#: Maximum bytes of a value.
 _MOST_BYTES: Final = MAX_MODEL_CHARACTERS
-#: Fields that are read: each once, and no file.
+#: Fields read: each once, and no file.
 _READ: Final = (b"model", b"stream", b"vllm_xargs")
 #: Bytes of prompt that a sound counts as (about 600 tokens).
 _MEDIUM_BYTES: Final = 2400

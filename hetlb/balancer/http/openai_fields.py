@@ -1,4 +1,4 @@
-"""Fields of JSON that are read from requests and answers.
+"""Fields of JSON read from requests and answers.
 
 This module stays interpreted: msgspec looks at annotations, and compiled classes keep none.
 """

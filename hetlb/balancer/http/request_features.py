@@ -8,7 +8,7 @@ import msgspec
 
 from hetlb.errors import NOT_JSON
 
-#: Longest body that is read for them, most features of one, and longest name.
+#: Longest body read for them, most features of one, and longest name.
 _MAX_READ_BYTES: Final = 1 << 20
 _MOST_FEATURES: Final = 16
 _MOST_CHARACTERS: Final = 64

@@ -150,7 +150,7 @@ def turns(policies: Sequence[Policy], round_number: int) -> list[Policy]:
 
 
 def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every policy but the first against the first, at every rate."""
+    """Return comparisons of every other policy with the first one, at every rate."""
     baseline = policies[0]
     found = []
     for rate in dict.fromkeys(run["request_rate"] for run in runs):

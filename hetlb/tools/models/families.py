@@ -309,7 +309,7 @@ _UNGATED: Final = ("relu", "relu2", "xielu", "gelu", "gelu_new")
 
 
 def family_by_keys(config: Mapping[str, Any]) -> Family:
-    """Return the family of a model that is known by its keys alone."""
+    """Return the family of a model known by its keys alone."""
     found = next((FAMILIES[like] for key, like in _LIKE if config.get(key) is not None), _LISTED)
     two = any(key.endswith("_act") and value in _UNGATED for key, value in config.items())
     return replace(found, gated=not two)

@@ -123,7 +123,7 @@ def _mean(loads: list[tuple[float, float]]) -> float:
 
 
 def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
-    """Return the sequences that run at once, each with room to its end: others are preempted."""
+    """Return the number of sequences that run at once without preemption: each has room to its end."""
     return limits.batch_of(workload.final_tokens)
 
 

@@ -74,5 +74,5 @@ def search(
 
 
 def _part(limits: SolveLimits, share: float) -> SolveLimits:
-    """Return limits of a part of the search: a share of what is left, but time enough for a small problem."""
+    """Return limits of a part of the search: a share of the time left, but enough for a small problem."""
     return limits.within(max(_LEAST_S, share * limits.left_s))

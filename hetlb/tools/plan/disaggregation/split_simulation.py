@@ -100,7 +100,7 @@ def simulate_plan(
     count: int | None = None,
     seed: int = 0,
 ) -> Simulated:
-    """Return a plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
+    """Simulate `count` requests under a policy and return the figures. `rate` is in requests/s."""
     servers, links = make_servers(cluster, plan, cost)
     offered = plan.throughput * LOAD_SHARE if rate is None else rate
     number = count or round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _wanted(cluster, plan))))
