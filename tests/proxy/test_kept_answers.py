@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import HANG_S
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.test_proxying import Client, Start, ask, post
@@ -68,6 +70,25 @@ async def test_the_id_of_a_stream_is_read(start: Start, script: Script | bytes) 
         assert first.body == CREATED % b"s"
         assert (await ask(proxy, get("resp_s"))).headers["x-hetlb-instance"] == "i0"
         assert not two.visits
+
+
+async def test_an_event_without_an_id_is_not_held(start: Start) -> None:
+    event, passed = b'data: {"type":"response.created"}\n\n', asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        visit.send(SSE_HEAD + chunk(event))
+        await passed.wait()
+        visit.send(LAST)
+
+    async with Upstream(script) as engine:
+        proxy = await start(engine.url)
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(post(b'{"model":"m","input":"y","stream":true}', path="/v1/responses"))
+        async with asyncio.timeout(HANG_S):
+            assert event in await reader.readuntil(event)
+        passed.set()
+        writer.close()
+        await proxy.settled()
 
 
 async def test_an_unknown_id_is_said_and_reaches_no_engine(start: Start) -> None:
@@ -169,9 +190,9 @@ async def test_the_header_goes_before_the_body_and_on_to_the_engine(start: Start
     async with Upstream() as engine:
         proxy = await start(engine.url)
         async with Client(proxy) as client:
-            client.send(post(body, "X-Vllm-Priority: -3"))
+            client.send(post(body, "X-Vllm-Priority: -3 "))
             assert (await client.answer()).status == 200
-        assert b"x-vllm-priority: -3\r\n" in (await engine.visit()).head.lower()
+        assert b"x-vllm-priority: -3" in (await engine.visit()).head.lower()
         await proxy.settled()
     assert proxy.exchanges[0].request.priority == -3
 

@@ -417,6 +417,7 @@ def _priority(head: RequestHead, kind: Kind, call: Call) -> int:
     stated = head.priority
     if stated is None or kind not in _WITH_PRIORITY:
         return call.priority
+    stated = stated.strip()
     if _PRIORITY.fullmatch(stated) is None:
         raise GateError(400, "X-Vllm-Priority: expected a whole number.")
     return min(max(int(stated), -MOST_PRIORITY), MOST_PRIORITY)

@@ -26,10 +26,7 @@ _ID: Final = re.compile(rb'"id"\s{0,4}:\s{0,4}"(resp_[\w.:-]{1,250})"')
 _MOST_BYTES: Final = 4096
 _CANCEL: Final = "/cancel"
 #: Words about an answer that no instance is known to keep.
-UNKNOWN: Final = (
-    "No instance is known to keep this response (its server stores it and is the one that gave it):"
-    " send the whole conversation in `input`."
-)
+UNKNOWN: Final = "No instance is known to keep this response: send the whole conversation in `input`."
 
 
 class _Noting(Handling):
@@ -47,7 +44,8 @@ class _Noting(Handling):
             return payload
         begun = self._begun + payload
         found = _ID.search(begun, 0, _MOST_BYTES)
-        if found is None and not whole and 0 < len(begun) < _MOST_BYTES:
+        waits = 0 < len(begun) < _MOST_BYTES and begun.find(b"\n\n") < 0  # no event is held
+        if found is None and not whole and waits:
             self._begun = begun
             return None
         self._begun = b""

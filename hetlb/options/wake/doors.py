@@ -20,8 +20,9 @@ from hetlb.balancer.http.http1 import ResponseHead
 
 #: Seconds between questions whether a server is awake.
 _LOOK_S: Final = 0.25
-#: Longest sleep or wake, in seconds.
-MOST_S: Final = 900.0
+#: Longest time to fall asleep and to wake up, in seconds.
+MOST_SLEEP_S: Final = 120.0
+MOST_WAKE_S: Final = 900.0
 _RELOAD: Final = b'{"method":"reload_weights"}'
 _JSON: Final = b"content-type: application/json\r\n"
 

@@ -23,7 +23,7 @@ from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.wake import sleep_states as states
-from hetlb.options.wake.doors import MOST_S, Door, DoorError, door
+from hetlb.options.wake.doors import MOST_SLEEP_S, MOST_WAKE_S, Door, DoorError, door
 from hetlb.options.wake.sleep_states import SleepState
 from hetlb.tasks import end, ended
 
@@ -47,8 +47,9 @@ class Sleeper:
         self.state = SleepState.AWAKE
         self.since = self.idle_since = now
         self.wake_s: float | None = None
-        #: Failed wakes, with pauses between them.
+        #: Tries to wake it and to let it sleep, with pauses between failed ones.
         self.tries = Resends()
+        self.naps = Resends()
         self.failed = False
         self.task: asyncio.Task[None] | None = None
 
@@ -205,12 +206,14 @@ class Waker:
         self._change(SleepSet(place.name, reason, bool(reason) and not place.failed, place.wake_s))
 
     def _leave(self, place: Sleeper, why: str, now: float) -> None:
+        if not place.naps.take(now):
+            return
         tell(logger, Event.INSTANCE_ASLEEP, "%s is to sleep: %s", place.name, why, instance=place.name)
         self._enter(place, states.LEFT, now)
 
     async def _sleep(self, place: Sleeper) -> None:
         try:
-            async with asyncio.timeout(MOST_S):
+            async with asyncio.timeout(MOST_SLEEP_S):
                 await place.door.sleep()
         except Exception as error:  # of whatever kind: it must not stay on its way for ever
             tell(
@@ -220,12 +223,13 @@ class Waker:
             self._enter(place, states.SLEEP_FAILED, self._now())
             return
         place.failed = False
+        place.naps.answered()
         self._enter(place, states.SLEPT, self._now())
 
     async def _wake(self, place: Sleeper) -> None:
         began = self._now()
         try:
-            async with asyncio.timeout(MOST_S):
+            async with asyncio.timeout(MOST_WAKE_S):
                 await place.door.wake()
         except Exception as error:  # of whatever kind: it must not stay on its way for ever
             place.failed = True
@@ -261,4 +265,4 @@ def _rest_s(instance: Instance, now: float) -> float:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or f"no answer in {MOST_S:g} s"
+    return " ".join(str(error).split())[:300] or "no answer in time"

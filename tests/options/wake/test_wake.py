@@ -142,7 +142,10 @@ async def test_a_server_without_the_endpoints_stays_awake_and_that_is_said(
         fleet["models"][0]["instances"][0]["wake"] = {"sleep_after_s": 0.2}
         engine.reply = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
         async with serving(tmp_path, fleet) as running:
-            await turns_until(lambda: "does not sleep" in caplog.text)
+            await turns_until(lambda: caplog.text.count("does not sleep") >= 4)
+            sleep = running.service._sleep
+            assert isinstance(sleep, Waker)
+            assert sleep.places["i0"].naps.wait_s(running.service.now()) > 0.0  # the next try waits
             assert "POST /sleep?level=1: status 404" in caplog.text
             await turns_until(lambda: state(running, "i0") is SleepState.AWAKE)
             from proxy.upstreams import plain
