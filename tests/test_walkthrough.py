@@ -246,6 +246,7 @@ fi
         + "EOF\nhetlb serve --config $host.yaml\ndone\nhetlb status || test $? = 1\n",
         addresses={**_HOSTS, "there": "10.0.0.1"},
     ),
+    "engines.md": Page(),
     "disaggregation.md": Page(
         f"cp {_FAST} h100.yaml\ncp {_SLOW} l40s.yaml\ncp {_SLOW} h20.yaml\n",
         reader="sed -i '1i version: 1' {file}\n" + _CHECK,
