@@ -98,3 +98,13 @@ def test_looks_have_a_share_of_the_loop() -> None:
         assert now < 500.0
     assert most < cheap / 4
     assert most * rounds.pause_s <= rounds.scan_s + rounds.pause_s + 1.0
+
+
+def test_an_idle_engine_is_probed_in_every_second_look() -> None:
+    scheduler, rounds, engines = fleet()
+    seen, instance = engines["i0"], scheduler.instances[0]
+    assert not any(rounds.light(seen, instance, 0.0) for _ in range(4))  # it is new
+    rounds.looked(seen, instance, 0.0)
+    assert [rounds.light(seen, instance, 0.0) for _ in range(4)].count(True) == 2
+    scheduler.on_instance(Probed("i0", ProbeResult.REFUSED), 0.0)  # by a request, between two looks
+    assert not any(rounds.light(seen, instance, 1.0) for _ in range(4))

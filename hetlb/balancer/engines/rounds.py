@@ -41,13 +41,15 @@ class Looked:
     """State of the watch over one engine, from look to look."""
 
     __slots__ = (
-        "anonymous", "began", "door", "interval_s", "looked_at", "metrics_after", "models_at", "told_missing",
+        "anonymous", "began", "door", "interval_s", "looked_at", "looks", "metrics_after", "models_at",
+        "told_missing",
     )  # fmt: skip
 
     def __init__(self) -> None:
         #: Begin of the last look, and time until the next while it is idle.
         self.looked_at = -math.inf
         self.interval_s = 0.0
+        self.looks = 0
         #: Path that shows whether it is up.
         self.door = "/health"
         #: Time of the last read of its models, and from which on its metrics are read.
@@ -94,6 +96,12 @@ class Rounds:
         # What comes later in this interval is not yet known: no more than fit into it.
         found.sort()
         return [name for _, name in found[: 1 + int(_SCANS * self.scan_s / self.pause_s)]]
+
+    def light(self, seen: Looked, instance: Instance | None, now: float) -> bool:
+        """Return True for every second look at an idle engine: its page alone is read, as it shows both."""
+        seen.looks += 1
+        idle = seen.interval_s > self._least_s and seen.looks % 2 == 0
+        return idle and instance is not None and not self._matters(instance, now)
 
     def models_due(self, seen: Looked, now: float) -> bool:
         """Return True if the list of models is to be read again."""

@@ -276,36 +276,42 @@ class EngineWatch:
         answers = answers and instance is not None and instance.evidence.token_at > since
         result: ProbeResult | None = ProbeResult.OK
         detail = ""
-        if not answers:  # the answers of one that answers are the better probe
+        # The answers of one that answers are the better probe; of an idle one its page is one now and then.
+        light = not answers and self._rounds.light(seen, instance, now)
+        read = light and await self._measure(name, seen, now)
+        if not answers and not read:
             result, detail = await self._probe(name, seen, instance)
         if result is ProbeResult.OK and self._rounds.models_due(seen, now):
             # Its models are read before it counts as up: another server may be at its address by now.
             listed, why = await self._read_models(name, seen, instance)
             if listed is ProbeResult.LOADING:
                 result, detail = listed, why
-        if result is not None and not (answers and result is ProbeResult.OK):
+        if result is not None and not ((answers or read) and result is ProbeResult.OK):
             self._learned(Probed(name, result, detail))
         if result is not ProbeResult.OK:
             seen.models_at = seen.metrics_after = -math.inf  # another process may come back
-        elif now >= seen.metrics_after:
+        elif not read:
             await self._measure(name, seen, now)
         self._first_looks[name].set()
         if not self._rounds.looked(seen, instance, now) and name in self._pools:
             self._pools[name][0].sweep(math.inf)  # the engine would close them before the next look
 
-    async def _measure(self, name: str, seen: Looked, now: float) -> None:
-        """Read the metrics of an engine and pass them on."""
+    async def _measure(self, name: str, seen: Looked, now: float) -> bool:
+        """Read the metrics of an engine and pass them on. Return True if there were some."""
+        if now < seen.metrics_after:
+            return False
         try:
             sample = await self.read_metrics(name)
         except _TooLargeError:
             seen.metrics_after = now + _NO_PAGE_PAUSE_S
             self._tell_once(name, f"its /metrics has more than {MAX_METRICS_BYTES} bytes")
-            return
+            return False
         if sample is None:
             if self._pages.get(name) == "":
                 seen.metrics_after = now + _NO_PAGE_PAUSE_S
-            return
+            return False
         await self._take(name, seen, sample)
+        return True
 
     async def _take(self, name: str, seen: Looked, sample: EngineSample) -> None:
         """Take in what an engine's metrics say."""
@@ -440,10 +446,10 @@ class EngineWatch:
 
         def feed(data: bytes) -> None:
             nonlocal first, spent_s
-            began_s = time.thread_time()
+            began_s = time.perf_counter()
             first = first or data[:1]
             page.feed(data)
-            spent_s += time.thread_time() - began_s
+            spent_s += time.perf_counter() - began_s
 
         line, most_s = b"GET " + path.encode(), self._table.timeout_s
         status, _ = await self.ask(name, line, most_s=most_s, most_bytes=MAX_METRICS_BYTES, feed=feed)
