@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
-from hetlb.errors import ConfigError, InputError, PlanError, visible
+from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.output_files import fleet_path
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
@@ -20,6 +19,7 @@ from hetlb.tools.plan.placement.place_files import load_placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_placement
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
+from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.workloads import trace_rows
 
 #: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
@@ -59,14 +59,23 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.placement is None else load_placement(args.placement, cluster)
     interrupt, began = Interrupt(), time.monotonic()
     limits = SolveLimits(deadline=began + args.time_limit, seed=args.seed, interrupt=interrupt)
-    with interrupt.catching():
+    with interrupt.catching(), plan_progress("placing") as progress:
+
+        def show(phase: str, best: PlacementCandidate | None) -> None:
+            progress.at(phase)
+            if best is not None:
+                simulated = (
+                    "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"
+                )
+                progress.plan(f"best plan so far: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}")
+
         try:
             plan = plan_placement(
                 simulator,
                 limits,
                 simulate_s=args.simulate,
                 given=given,
-                on_phase=_show if sys.stderr.isatty() else None,
+                on_phase=show,
             )
         except PlanError as error:
             raise ConfigError(f"{args.config}: links: {error}") from error
@@ -88,10 +97,3 @@ def run(args: argparse.Namespace) -> int:
 def _read_load(text: str) -> float:
     """Return the value of `--load` in requests/s."""
     return math.inf if text == "offline" else FINITE(text)
-
-
-def _show(phase: str, best: PlacementCandidate | None) -> None:
-    """Show how far the search is."""
-    if best is not None:
-        simulated = "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"
-        print(visible(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}"), file=sys.stderr)

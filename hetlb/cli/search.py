@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -17,13 +18,15 @@ from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.cluster_layouts import lay_out, servers_of
 from hetlb.tools.plan.common.composition import MOST_STAGES
+from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.servers import write_servers
+from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.layouts import LayoutTarget
+from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.search_report import print_result, result_document
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.plan.tp_search import parts, search
+from hetlb.tools.plan.tp_search import Option, parts, search, whole_tok_s
 from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
-from hetlb.tools.tables import bar
 
 #: The most rows of a trace used for estimates.
 MAX_ROWS = 2000
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stages = "most stages of an instance (default: 1, more where GPUs would be left over)"
     add("--pipeline-parallel", stages, "N", whole(1, MOST_STAGES))
     add("--data-parallel", "put equal instances of a machine behind one URL", action="store_true")
+    add("--time-limit", "seconds for everything (default: none)", "S", FINITE, math.inf)
     add("--write-fleet", "fleet file of the best layouts", "FLEET.yaml", fleet_path)
     add_json(parser)
 
@@ -53,15 +57,28 @@ def run(args: argparse.Namespace) -> int:
     sample = sample_rows(cluster, args.trace, args.num_prompts)
     kinds = {machine.kind: machine for machine in cluster.machines}
     total = sum(len(parts(cluster, machine)) for machine in kinds.values())
-    with bar("searching") as show:
+    interrupt = Interrupt()
+    limits = SolveLimits(deadline=time.monotonic() + args.time_limit, interrupt=interrupt)
+    with interrupt.catching(), plan_progress("searching") as progress:
         done = count(1)
         throughputs = Throughputs(sample.rows, args.estimate)
-        rankings = search(cluster, throughputs.of, lambda: show(completed=next(done), total=total))
+        most: dict[str, float] = {}
+
+        def show(machine: Machine, option: Option) -> None:
+            progress.at("searching", next(done), total)
+            rate = whole_tok_s(machine, option)
+            if rate > most.get(machine.name, 0.0):
+                most[machine.name] = rate
+                instances = machine.gpus // option.part.gpus
+                words = f"{instances} x {option.part.name} on {machine.name}, {rate:,.0f} tokens/s"
+                progress.plan(f"best plan so far: {words}")
+
+        rankings = search(cluster, throughputs.of, show, limits)
         check(cluster, rankings)
-        show(description="simulating layouts", total=None)
-        found = lay_out(cluster, sample, target, rankings, throughputs, args.pipeline_parallel)
+        progress.at("simulating layouts")
+        found = lay_out(cluster, sample, target, rankings, throughputs, args.pipeline_parallel, limits)
     servers = servers_of(found, args.data_parallel)
-    document = result_document(found, servers)
+    document = result_document(found, servers) | {"interrupted": interrupt.requested}
     if servers and args.write_fleet is not None:
         write_servers(args.write_fleet, f"Written by `hetlb search` from {args.config.name}.", servers)
     print_document(args, document, lambda: print_result(found, document))

@@ -26,6 +26,8 @@ from hetlb.cli.main import main
 from hetlb.tools.plan.highs import SolveLimits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+TRACE = Path(__file__).parents[2] / "bench" / "data" / "azure-conv-sample.csv"
+SEARCH = ["search", "--config", str(CONFIGS / "clusters" / "l40s-llama-70b.yaml"), "--trace", str(TRACE)]
 
 
 def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, str, str]:
@@ -95,10 +97,11 @@ def test_while_a_server_does_not_answer(tmp_path: Path, command: str) -> None:
     [
         ["place", "--config", str(CONFIGS / "placements" / "llama-70b.yaml")],
         ["split", "--config", str(CONFIGS / "clusters" / "split-llama-8b.yaml"), "--simulate", "0"],
+        [*SEARCH, "--num-prompts", "20"],
     ],
-    ids=["place", "split"],
+    ids=["place", "split", "search"],
 )
-@pytest.mark.parametrize("look", [1, 20, 40])
+@pytest.mark.parametrize("look", [1, 4, 20, 40])
 def test_a_planner_prints_its_best_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], look: int
 ) -> None:
@@ -113,4 +116,10 @@ def test_a_planner_prints_its_best_plan(
     assert main([*arguments, "--time-limit", "600", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["interrupted"]
-    assert max(document.get(key, 0.0) for key in ("throughput_req_s", "max_flow_tokens_per_s")) > 0.0
+    assert (
+        max(
+            document.get(key, 0.0)
+            for key in ("throughput_req_s", "max_flow_tokens_per_s", "throughput_tok_s")
+        )
+        > 0.0
+    )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan.clusters import Steps
 
 from hetlb.balancer.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.balancer.core.latency import LatencyModel
@@ -17,7 +18,8 @@ from hetlb.tools.models.degrees import Heads, ModelShape, refusal
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.common.plan_tables import Machine, Model
-from hetlb.tools.plan.tp_search import Memory, Part, memory, search
+from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.plan.tp_search import NOT_MEASURED, Memory, Part, memory, search
 from hetlb.tools.plan.trace_throughput import Batch, pack, static_estimate
 
 V100 = 34_359_738_368
@@ -182,3 +184,18 @@ def test_experts_stay_whole_at_a_degree_that_vllm_takes_in_no_other_way() -> Non
     by_degree = {option.part.tensor_parallel_size: option for option in rankings[BOX.kind]}
     profiles = {degree: by_degree[degree].profile for degree in (4, 8)}
     assert [each and each.engine.enable_expert_parallel for each in profiles.values()] == [None, True]
+
+
+def test_after_the_time_a_machine_has_the_degrees_that_were_measured() -> None:
+    measured: list[str] = []
+
+    def throughput(profile: Profile) -> float:
+        measured.append(profile.name)
+        return 1.0
+
+    limits = SolveLimits(deadline=2.5, clock=Steps())
+    ranking = search(WHOLE, throughput, limits=limits)[BOX.kind]
+    assert measured == ["p1", "p2"]
+    assert [option.feasible for option in ranking] == [True, True, False, False]
+    assert {option.reason for option in ranking[2:]} == {NOT_MEASURED}
+    check(WHOLE, {BOX.kind: ranking})

@@ -26,7 +26,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
 from hetlb.tools.plan.placement.flow import Flow
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
-from hetlb.tools.plan.tp_search import Option, Rankings
+from hetlb.tools.plan.tp_search import NOT_MEASURED, Option, Rankings
 
 
 def check(cluster: Cluster, rankings: Rankings) -> None:
@@ -77,7 +77,8 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
         not refusal(model.shape, degree, expert_parallel=whole)
         for whole in {stated, stated or bool(model.shape.experts)}
     )
-    if option.feasible != (room >= need and profiled and accepted):
+    late = option.reason == NOT_MEASURED
+    if option.feasible != (room >= need and profiled and accepted and not late):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):
         raise PlanError(f"{where}: expected a throughput above 0 if and only if it is feasible")

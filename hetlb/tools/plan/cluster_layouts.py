@@ -13,6 +13,7 @@ from hetlb.tools.plan.common.capabilities import Form
 from hetlb.tools.plan.common.composition import MOST_STAGES
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered
+from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.layouts import (
     Evaluated,
     FleetLayouts,
@@ -23,7 +24,7 @@ from hetlb.tools.plan.layouts import (
     gpus_of,
     layouts_of,
 )
-from hetlb.tools.plan.tp_search import Option, Part, Rankings, best_pipelines
+from hetlb.tools.plan.tp_search import NO_LIMITS, Option, Part, Rankings, best_pipelines
 from hetlb.tools.plan.trace_throughput import RowSample, Throughputs
 
 
@@ -49,6 +50,7 @@ def lay_out(
     rankings: Rankings,
     throughputs: Throughputs,
     most_stages: int | None,
+    limits: SolveLimits = NO_LIMITS,
 ) -> LayoutsFound:
     """Return the layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
@@ -61,9 +63,9 @@ def lay_out(
             layouts = layouts_of(machine.gpus, list(found), partly=False)
             whole = any(gpus_of(each) == machine.gpus for each in layouts)
             stages = 1 if whole else min(MOST_STAGES, machine.gpus)
-        pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)])
+        pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)], limits)
         instances[kind] = found | {option.part: option for option in pipelines}
-    fleet = LayoutFleet(cluster.machines, instances, sample.rows, target)
+    fleet = LayoutFleet(cluster.machines, instances, sample.rows, target, limits=limits)
     # Each machine gets a share of the rate in proportion to its most.
     most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
     total = sum(most[machine.kind] for machine in cluster.machines)

@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.common.plan_tables import Machine
+from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.plan.tp_search import Option, Part
+from hetlb.tools.plan.tp_search import NO_LIMITS, Option, Part
 from hetlb.tools.plan.trace_throughput import Rows
 from hetlb.tools.sim.alone import batch_of
+from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, summarize, tokens_within
 
@@ -117,9 +120,13 @@ class LayoutFleet:
     rows: Rows
     target: LayoutTarget
     seed: int = 0
+    limits: SolveLimits = NO_LIMITS
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> LayoutsWorth:
-        """Return the instances of these layouts, by machine, under the default policy at a rate."""
+        """Return the instances of these layouts, by machine, under the default policy at a rate.
+
+        Raises `StoppedError` after the limits.
+        """
         servers = self._servers(layouts)
         at_once = math.isinf(request_rate)
         if at_once:
@@ -129,7 +136,8 @@ class LayoutFleet:
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
         planned = arrivals(rows, request_rate, random.Random(self.seed), count)
-        records = run_fleet(servers, planned, [output for _, output in rows], seed=self.seed).records
+        outputs, over = [output for _, output in rows], lambda: self.limits.over
+        records = run_fleet(servers, planned, outputs, seed=self.seed, stopped=over).records
         met = self.target.slo.share_met(records)
         if at_once:
             return LayoutsWorth(_tokens_per_s_while_full(records), 0.0, met, len(records))
@@ -163,11 +171,12 @@ class LayoutFleet:
         found.sort(key=lambda each: (-each.throughput_tok_s, len(each.layout), each.layout))
         if not at_rate:
             return found
-        simulated = [
-            replace(each, worth=self.simulate({machine.name: each.layout}, request_rate))
-            for each in _worth_simulating(found)
-        ]
-        return sorted(simulated, key=_rank)
+        simulated: list[Evaluated] = []
+        with suppress(StoppedError):
+            for each in _worth_simulating(found):
+                worth = self.simulate({machine.name: each.layout}, request_rate)
+                simulated.append(replace(each, worth=worth))
+        return sorted(simulated, key=_rank) or found
 
 
 def _tokens_per_s_while_full(records: Sequence[RequestResult]) -> float:
@@ -226,7 +235,10 @@ def choose_together(
     if math.isinf(fleet.target.request_rate) and not fleet.can_be_filled(first.layouts):
         return first, first
     rate = fleet.target.request_rate
-    worth = best = fleet.simulate(first.layouts, rate)
+    try:
+        worth = best = fleet.simulate(first.layouts, rate)
+    except StoppedError:
+        return first, first
     chosen, count = dict(first.layouts), 1
     at_rate = math.isfinite(rate)
     improved = len(options) > 1  # a machine alone is its own best; at a rate it has been simulated already
@@ -238,7 +250,10 @@ def choose_together(
                 if option.layout == chosen[name] or not close or count >= 2 * MOST_SIMULATED:
                     continue
                 changed = {**chosen, name: option.layout}
-                tried = fleet.simulate(changed, rate)
+                try:
+                    tried = fleet.simulate(changed, rate)
+                except StoppedError:
+                    return FleetLayouts(chosen, best), replace(first, worth=worth)
                 count += 1
                 if tried.figure > _LEAST_GAIN * best.figure:
                     chosen, best, improved = changed, tried, True

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Final
 
 import msgspec
 
@@ -36,8 +37,12 @@ from hetlb.tools.plan.common.data_parallel import (
     rank_bytes,
 )
 from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
+from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.throughput import Mix, with_bubbles
 
+NO_LIMITS: Final = SolveLimits()
+#: Reason of an option for which no time was left.
+NOT_MEASURED: Final = "not measured: no time was left"
 #: Seconds per batch of the link between stages inside a machine.
 _LINK_BATCH_S = 5e-5
 
@@ -146,15 +151,22 @@ def parts(cluster: Cluster, machine: Machine) -> list[Part]:
 
 
 def search(
-    cluster: Cluster, throughput: Throughput, on_option: Callable[[], None] = lambda: None
+    cluster: Cluster,
+    throughput: Throughput,
+    on_option: Callable[[Machine, Option], None] = lambda machine, option: None,
+    limits: SolveLimits = NO_LIMITS,
 ) -> dict[tuple[object, ...], list[Option]]:
-    """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none."""
+    """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none.
+
+    After the limits a kind of machine with a feasible option has no further one measured.
+    """
     rankings = {}
     for kind, machine in {machine.kind: machine for machine in cluster.machines}.items():
-        options = []
+        options: list[Option] = []
         for part in parts(cluster, machine):
-            options.append(_option(cluster, machine, part, throughput, []))
-            on_option()
+            late = limits.over and any(option.feasible for option in options)
+            options.append(_option(cluster, machine, part, throughput, [], late=late))
+            on_option(machine, options[-1])
         options.sort(key=lambda option: (not option.feasible, -whole_tok_s(machine, option), option.part))
         rankings[kind] = options
     return rankings
@@ -166,14 +178,19 @@ def whole_tok_s(machine: Machine, option: Option) -> float:
 
 
 def best_pipelines(
-    cluster: Cluster, machine: Machine, throughput: Throughput, most_stages: int, mix: Mix
+    cluster: Cluster,
+    machine: Machine,
+    throughput: Throughput,
+    most_stages: int,
+    mix: Mix,
+    limits: SolveLimits = NO_LIMITS,
 ) -> list[Option]:
     """Return the best pipeline of every number of GPUs, with its bubbles on this mix."""
     best: dict[int, Option] = {}
     for stages in range(2, most_stages + 1):
         for degree in machine.profiles:
             part = Part(degree, stages)
-            if part.gpus > machine.gpus:
+            if part.gpus > machine.gpus or limits.over:
                 continue
             option, known = _option(cluster, machine, part, throughput, mix), best.get(part.gpus)
             if option.feasible and (known is None or option.throughput_tok_s > known.throughput_tok_s):
@@ -181,9 +198,11 @@ def best_pipelines(
     return list(best.values())
 
 
-def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix) -> Option:
+def _option(
+    cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix, *, late: bool = False
+) -> Option:
     room = memory(cluster, machine, part)
-    if reason := _misfit(cluster, machine, part, room):
+    if reason := _misfit(cluster, machine, part, room) or (NOT_MEASURED if late else ""):
         return Option(part, room, reason)
     profile = _profile(cluster, machine, part, room.kv_cache_tokens // part.data_parallel_size, mix)
     if profile is None:
