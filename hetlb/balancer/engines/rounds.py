@@ -34,7 +34,7 @@ _LOOK_S: Final = 2e-4
 _MOST_PAUSE_S: Final = 0.25
 _GAIN: Final = 0.05
 #: Relative variation of the time between two looks at an idle engine.
-_SPREAD: Final = 0.2
+_SPREAD: Final = 0.1
 
 
 class Looked:

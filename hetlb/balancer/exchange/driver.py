@@ -323,13 +323,15 @@ class Driver(Host):
                     except Exception as error:
                         self.guard.ended(exchange, error)
         run = self.guard.run
-        if any(each.leaves_at is not None for each in self.scheduling.targets()):
+        targets = self.scheduling.targets()
+        if any(each.leaves_at is not None for each in targets):
             from hetlb.balancer.exchange.moves import move_all_away
 
             run(lambda: move_all_away(self, now), "moving requests away")
         run(lambda: self.pools.sweep(now), "sweeping connections")
-        run(self.instances_changed, "closing unused connections")
-        run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
+        live = {each.incarnation for each in targets}
+        run(lambda: self.pools.drop_unused(live), "closing unused connections")
+        run(lambda: self.counted.keep({each.name for each in targets}), "counting")
         run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
 
     # --- the end ---
