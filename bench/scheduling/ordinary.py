@@ -80,7 +80,7 @@ class Case:
 
     `kv`: the share of its KV cache that each engine has. `cold`: no profiles, slots unknown; "no metrics":
     no scrapes, either; "gpu": the GPUs are stated; "history": engines tell their past at half load. `burst`
-    requests come at once first; requests from `after_s` on count.
+    requests come at once first. All of them count.
     """
 
     group: str
@@ -93,7 +93,6 @@ class Case:
     cold: str = ""
     burst: int = 0
     waves: Waves | None = None
-    after_s: float = 0.0
 
     @property
     def cached(self) -> bool:
@@ -151,7 +150,7 @@ def cases(lab: Lab, draw: int) -> list[Case]:
         for cold in ("", "no profiles", "no metrics", "gpu", "history"):
             add("cold", fleet, "azure", 0.8, 800, cold=cold)
             add("cold", fleet, "sharegpt", 0.95, 1200, cold=cold)
-            add("cold", fleet, "azure", 0.65, 700, cold=cold, burst=300, after_s=10.0)
+            add("cold", fleet, "azure", 0.65, 700, cold=cold, burst=300)
             add("cold", fleet, "azure", math.inf, 100, cold=cold)
         for traffic in ("azure", "mooncake", "long mooncake"):
             add("overload", fleet, traffic, 1.2, 600)
@@ -299,7 +298,7 @@ class Bench:
         if case.load == 0.0:
             rate = 0.02
         elif not math.isinf(case.load):
-            same = replace(case, group="", load=1.0, count=0, cold="", waves=None, after_s=0.0)
+            same = replace(case, group="", load=1.0, count=0, cold="", waves=None)
             rate = case.load * self.bound_rps(same)
         plan = make_plan(
             rows, None, rate, random.Random(name), waves=case.waves, hash_block_tokens=HASH_BLOCK_TOKENS
@@ -343,15 +342,12 @@ class Bench:
         result = simulation.run()
         summary = result.summary()
         assert summary["completed"] == len(plan), f"{case}: a request failed"
-        counted = [
-            record
-            for record, each in zip(result.records, plan, strict=True)
-            if each.scheduled_s >= case.after_s
-        ] or result.records[case.burst :]  # a large fleet has all behind it by then
         first = sorted(
-            (r.first_token_s - r.scheduled_s) * 1e3 for r in counted if r.first_token_s is not None
+            (r.first_token_s - r.scheduled_s) * 1e3 for r in result.records if r.first_token_s is not None
         )
-        end = sorted((r.last_token_s - r.scheduled_s) * 1e3 for r in counted if r.last_token_s is not None)
+        end = sorted(
+            (r.last_token_s - r.scheduled_s) * 1e3 for r in result.records if r.last_token_s is not None
+        )
         served = {spec.name: 0 for spec in specs}
         for record in result.records:
             served[record.instance] += 1
