@@ -172,6 +172,45 @@ def test_a_signal_ends_it_with_status_0(start: Starter, engines: list[str], numb
     assert process.returncode == 0
 
 
+#: A `serve` with a thread that does not end: a name server of the system that is mute, a file on a dead disk.
+STUCK = """
+import asyncio, sys, threading
+from hetlb import tasks
+from hetlb.cli.main import main
+tasks._FORCED_EXIT_S = 1.0
+from hetlb.balancer.fleet import service
+start = service.Service.start
+async def stuck(self, *given):
+    self.stuck = asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    await start(self, *given)
+service.Service.start = stuck
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_ends_it_though_a_thread_does_not(engines: list[str], tmp_path: Path) -> None:
+    fleet = {"version": 1, "listen": {"port": 0}, "admin": {"port": 0}}
+    fleet["models"] = [{"name": "m", "instances": [{"url": engines[0]}]}]
+    file = tmp_path / "fleet.yaml"
+    file.write_text(yaml.safe_dump(fleet))
+    command = [sys.executable, "-c", STUCK, "serve", "--config", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(ready(process)[0].rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)) as client:  # the first waits for it
+                client.sendall(b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n")
+                assert client.recv(1)
+                process.send_signal(signal.SIGTERM)
+                assert process.stderr is not None
+                while "stopping" not in process.stderr.readline():
+                    assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+
+
 def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter, engines: list[str]) -> None:
     process, url, _ = proxy(start, engines[0])
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 100, "stream": True}).encode()

@@ -515,9 +515,7 @@ class Service(FleetService):
             await self.stop(0.0 if self._hurry else self.fleet.file.proxy.shutdown_grace_s)
         finally:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                loop.remove_signal_handler(number)
-            if self._forced_exit is not None:  # from here on a signal ends the process at once
-                self._forced_exit.cancel()
+                loop.remove_signal_handler(number)  # from here on a signal ends the process at once
 
     @property
     def _descriptors(self) -> Sequence[int]:
