@@ -164,3 +164,30 @@ async def test_a_name_is_resolved_again_once_its_connection_is_a_minute_old(
     assert made == connections
     pool.close()
     server.close()
+
+
+@pytest.mark.parametrize(("host", "moves"), [("gpu-a.example", True), ("127.0.0.1", False)])
+def test_a_name_is_resolved_again_each_minute_while_its_old_address_answers(
+    loop: Loop, host: str, moves: bool
+) -> None:
+    made: list[Bootstrap] = []
+
+    def accepted() -> Bootstrap:
+        made.append(Bootstrap())
+        return made[-1]
+
+    loop.listeners[PORT] = accepted
+    pool = EnginePool(f"http://{host}:{PORT}", loop, PLAIN_ACCESS, ProxyTable(upstream_idle_s=3.0))
+    for _ in range(63):  # seconds, by the loop's own clock
+        answers: list[bytes] = []
+        SideCall(pool, pool.head(b"GET /"), b"", lambda _, body, to=answers: to.append(body), _none).send()  # type: ignore[misc]
+        loop.turn(1.0)
+        assert answers == [b"{}"]
+        if loop.time() < 55.0:
+            assert len(made) == 1  # one connection serves them all
+    assert len(made) == (2 if moves else 1)
+    pool.close()
+
+
+def _none(end: LeaseEnd, detail: str) -> None:
+    raise AssertionError(detail)
