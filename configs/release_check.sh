@@ -31,6 +31,7 @@ for wheel in "$dist/hetlb-$version"-*.whl; do
   hetlb demo --num-prompts 100 > demo.txt
   tail -n 3 demo.txt
   demo=$("$room/env/bin/python" -c 'import hetlb.tools.demo as d; print(d.__path__[0])')
+  rm -f ./*.log
   running=()
   for name in fast slow; do
     hetlb engine --profile "$demo/$name.yaml" --served-model-name m --port 0 > "$name.log" 2>&1 &

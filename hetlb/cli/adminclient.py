@@ -99,7 +99,10 @@ class AdminClient:
                 raise InputError(
                     f"--admin: {self.url}: 401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}"
                 ) from error
-            raise InputError(self._no_proxy(f"status {error.code} {error.reason or ''}".rstrip())) from error
+            where = "; the clients' port has no admin pages" if error.code == 404 else ""
+            raise InputError(
+                self._no_proxy(f"status {error.code} {error.reason or ''}".rstrip() + where)
+            ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(error) from error
         return reply

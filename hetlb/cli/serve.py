@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 
 #: Hosts that stand for every address of the machine.
 _EVERY = {"0.0.0.0", "::", ""}
+#: Fleet file of commands that are given none.
+DEFAULT_FILE = Path("fleet.yaml")
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all that serve a fleet; each beats the file."""
     add = declare(parser)
-    add("--config", "fleet file", "FLEET.yaml", Path)
+    add("--config", "fleet file (default fleet.yaml)", "FLEET.yaml", Path)
     servers = "server, instead of a file (repeatable); its capacity is read, its speed is learnt"
     add("--instance", servers, "URL", default=[], action="append")
     add("--admin-port", "port of the admin listener (default 8081)", "PORT", PORT)
@@ -183,9 +185,9 @@ async def run_service(
 
 def fleet_of(args: argparse.Namespace) -> Fleet:
     """Return the fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
-    if (args.config is None) == (not args.instance):
+    if args.config is not None and args.instance:
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
-    fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
+    fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or DEFAULT_FILE)
     listen = fleet.file.listen
     if not isinstance(listen, Listen) and (args.host is not None or args.port is not None):
         raise InputError(f"--host, --port: expected one address under listen in the file, got {len(listen)}")

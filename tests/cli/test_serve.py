@@ -320,10 +320,16 @@ def test_check_validates_and_exits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is valid: 1 instance (not contacted; see hetlb doctor)" in capsys.readouterr().out
 
 
-def test_a_fleet_or_addresses_but_not_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_or_addresses_but_not_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "hetlb serve: fleet.yaml: no such file\n"
     assert main(["serve", "--config", str(tmp_path), "--instance", "http://h:1"]) == 2
-    assert capsys.readouterr().err.count("expected either --config") == 2
+    assert capsys.readouterr().err.count("expected either --config") == 1
+    Path("fleet.yaml").write_text(FLEET)
+    assert main(["serve", "--check"]) == 0
 
 
 def test_killing_the_proxy_leaves_nothing(start: Starter, engines: list[str]) -> None:

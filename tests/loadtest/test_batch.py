@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import trustme
 from aiohttp import web
 from helpers import HANG_S, free_port
 from hypothesis import given
@@ -365,6 +367,18 @@ async def test_a_server_that_never_comes_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(HetlbError, match=r"no answer for 0\.3 s \(--timeout\)"):
         await run(f"http://127.0.0.1:{free_port()}", source, out, timeout_s=0.3)
     assert results(out) == {}
+
+
+async def test_a_certificate_that_is_not_trusted_ends_the_run_at_once(tmp_path: Path) -> None:
+    """It stays so: the run does not ask again for the whole time-out."""
+    source, out = batch(tmp_path, 3)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(HetlbError, match=r"a certificate that this machine trusts: .*SSL_CERT_FILE"):
+            await run(url, source, out, timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("status", [200, 404])

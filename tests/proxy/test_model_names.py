@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
-from helpers import turns_until
+from helpers import request, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, serving
@@ -19,6 +19,7 @@ from hetlb.balancer.clients.model_names import rename_in_form, rename_in_json
 from hetlb.balancer.clients.service_classes import ServiceClasses
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.types import Reject
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.errors import ConfigError
 
@@ -86,6 +87,9 @@ async def test_an_alias_and_a_model_that_stands_in(tmp_path: Path) -> None:
             await running.admin("PUT", "/v1/fleet/instances/l/state", {"state": "ready"})
             assert await ask(running, "large") == (200, "l")
             assert (await ask(running, "gpt-5"))[0] == 404
+            reject = running.scheduler.on_arrival(request(99, model="gpt-5"), running.service.driver.now())[0]
+            assert isinstance(reject, Reject)
+            assert reject.detail == "The model `gpt-5` does not exist. Valid names: large, small, gpt-4o."
 
 
 async def test_the_right_to_an_alias(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(filter(None, names)))
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Return the further names of models for clients."""
+        return tuple([alias for model in self.file.models for alias in model.aliases])
+
+    @property
     def named_files(self) -> list[Path]:
         """Return the fleet file and every file that it names: profiles, keys, tokens, certificates.
 

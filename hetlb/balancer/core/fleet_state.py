@@ -52,6 +52,8 @@ class FleetState:
         self.down_since: dict[str, float] = {}
         #: Names that the fleet file and its sources promise, and until when names outlive their instances.
         self.promised: tuple[str, ...] = ()
+        #: Further names for clients, which are replaced before a request comes here.
+        self.aliases: tuple[str, ...] = ()
         self._outlive: dict[str, float] = {}
         #: Names of all LoRA adapters, as of the same look.
         self.adapters: frozenset[str] = frozenset()

@@ -143,7 +143,8 @@ class Scheduler:
         fleet, placement = self.fleet, self.placement
         ready = fleet.ready.get(request.model)
         if ready is None:
-            return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
+            names = (*fleet.ready, *fleet.aliases)
+            return [rejections.unknown_model(request, fleet.instances.values(), names)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.longest_prompt)]
         if not request.sequences:
@@ -441,6 +442,7 @@ class Scheduler:
                     if self.placement.splits is not None:
                         self._splits.forget(leaving.incarnation)
         elif isinstance(change, ModelsPromised):
+            self.fleet.aliases = change.aliases
             fleet.promise(change.models)
         elif (instance := fleet.instances.get(change.name)) is None:
             return []

@@ -502,10 +502,11 @@ class ModelsLearned(PickleByFields):
 class ModelsPromised(PickleByFields):
     """Model names of the fleet file and its sources. They are known even while no instance serves them.
 
-    They replace the names promised before. `name` is no instance's.
+    They replace the names promised before. `aliases` are further names for clients. `name` is no instance's.
     """
 
     models: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     name: str = ""
 
 

@@ -151,7 +151,7 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        scheduling.change(ModelsPromised(fleet.promised_models))
+        scheduling.change(ModelsPromised(fleet.promised_models, fleet.aliases))
         self._host_times: HostTimes | None = None
         self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
@@ -341,7 +341,7 @@ class FleetService(ABC):
         """Serve another fleet from now on; unchanged instances keep their load. Return the changes."""
         running, self.fleet, self.access = self.fleet, fleet, access
         done = await self.roster.replace(fleet, access)
-        self.roster.change(ModelsPromised(fleet.promised_models))
+        self.roster.change(ModelsPromised(fleet.promised_models, fleet.aliases))
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self.admin.tls = access.admin_tls

@@ -91,6 +91,8 @@ class BatchRun:
                 async with asyncio.timeout(min(self._timeout_s, _LONGEST_WAIT_S)):
                     async with session.get(URL(target, encoded=True)) as response:
                         status, body = response.status, await response.read()
+            except aiohttp.ClientSSLError as error:
+                raise self._untrusted(error) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 status, why = 0, reason_of(error)
             if status in (401, 403):
@@ -132,6 +134,8 @@ class BatchRun:
                 if self._timeouts >= _SILENT_TIMEOUTS:
                     raise self._silent() from None
                 return self._journal.broken(job, "timeout", f"no answer within {self._timeout_s:g} s")
+            except aiohttp.ClientSSLError as error:
+                raise self._untrusted(error) from error
             except aiohttp.ClientError as error:
                 tries += not isinstance(error, aiohttp.ClientConnectorError)
                 if tries == _TRIES:
@@ -154,6 +158,11 @@ class BatchRun:
                 wait_s = _wait_s(waits) if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S)
                 self._refused, self._refusal = True, f"status {status} alone"
                 await asyncio.sleep(min(wait_s, self._left_s()))
+
+    def _untrusted(self, error: aiohttp.ClientSSLError) -> HetlbError:
+        """Return the end of a run whose server is not believed: that stays so, however long one waits."""
+        expected = "expected TLS with a certificate that this machine trusts"
+        return HetlbError(f"{self._url}: {expected}: {reason_of(error)} (SSL_CERT_FILE names an authority)")
 
     async def _turn(self) -> None:
         """Wait until the next request may be sent: a server that takes none is asked by few lanes."""
