@@ -415,6 +415,8 @@ async def test_the_oldest_connection_without_a_request_makes_room(start: Start) 
             begun.send(b"POST /v1/comp")  # the beginning of a head is no request
             await begun.writer.drain()
             await turns_until(lambda: len(proxy.server.connections) == 3)
+            # A first request on its way has a second.
+            await turns_until(lambda: sum(each.makes_room() for each in proxy.server.connections) == 2)
             async with Client(proxy) as first, Client(proxy) as second:
                 for client in (begun, quiet):
                     with contextlib.suppress(ConnectionError):
@@ -440,7 +442,7 @@ async def test_a_connection_on_which_an_answer_is_still_going_out_is_not_idle(st
         slow.writer.transport.resume_reading()
         async with asyncio.timeout(HANG_S):
             assert await slow.reader.readexactly(len(left)) == left
-        await turns_until(lambda: len(proxy.server.connections) == 1)
+        await turns_until(lambda: [each.makes_room() for each in proxy.server.connections] == [True])
         async with Client(proxy) as client:
             client.send(post())
             assert (await client.answer()).status == 200

@@ -41,6 +41,8 @@ _STEADY_BODY_BYTES_PER_S: Final = 8192.0
 _BODY_STOP_S: Final = 10.0
 #: Seconds that a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
+#: Seconds that a new connection has for the beginning of its first request.
+_FRESH_S: Final = 1.0
 #: Bytes of the kernel's send buffer of a client's connection.
 _SEND_BUFFER_BYTES: Final = 64 << 10
 _IDLE: Final = ClientState.IDLE
@@ -102,7 +104,7 @@ class ClientConnection(PacedReader):
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._now()
         if not self._server.admit(self):
-            self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
+            self._refuse(self._server.refusal)
             if self._server.crowded:
                 transport.close()
 
@@ -243,6 +245,10 @@ class ClientConnection(PacedReader):
         if self.state is not _IDLE and self.state is not _HEAD:
             return False
         return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    def makes_room(self) -> bool:
+        """Return True if it may be closed for another client: not while its first request is on its way."""
+        return self.idle and (self._fed_at > 0.0 or self._now() - self._since >= _FRESH_S)
 
     def close_if_idle(self) -> None:
         if self.state is _IDLE and not self._reader.unread:

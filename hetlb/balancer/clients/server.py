@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import ssl
@@ -17,6 +18,8 @@ from hetlb.balancer.clients.connection import LINGER_S, ClientConnection
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
 from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.rarely import Rarely
@@ -26,6 +29,12 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: Seconds for clients of WebSocket sessions to close their side when the process ends.
 _PART_S: Final = 1.0
+#: Most clients that wait to be accepted.
+_BACKLOG: Final = 2048
+_TOO_MANY: Final = Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open.")
+_NO_DESCRIPTORS: Final = Refusal(
+    error_responses.LOCAL_FAULT, "The proxy has no descriptors for more connections.", 1.0
+)
 
 
 class ProxyServer:
@@ -44,6 +53,10 @@ class ProxyServer:
         self.parting: set[ClientConnection] = set()
         self._all_parted: asyncio.Future[None] | None = None
         self.crowded = False
+        #: Answer to a client without room. Descriptors that are open for neither clients nor engines, and
+        #: descriptors for clients that are accepted only to be refused.
+        self.refusal = _TOO_MANY
+        self._others = self._spare = 0
         self._refusals = Rarely()
         #: True if each connection ends with its current answer: no further request is taken.
         self.stopping = False
@@ -61,18 +74,27 @@ class ProxyServer:
 
     def admit(self, connection: ClientConnection) -> bool:
         """Return True if there is room for a new connection; else the oldest idle one makes it."""
-        limit = self.table.max_connections or _half_of_the_descriptors()
+        limit = self.table.max_connections or self._by_descriptors()
+        more = limit // 8 if self.table.max_connections else self._spare // 2
         full = len(self.connections) >= limit
-        idle = next((each for each in self.connections if each.idle), None) if full else None
+        idle = next((each for each in self.connections if each.makes_room()), None) if full else None
         self.connections[connection] = None
         if idle is not None:
             idle.abort()
         elif full:
             text = "%d connections are open: a client is refused (proxy.max_connections, ulimit -n)"
+            self.refusal = _TOO_MANY if self.table.max_connections else _NO_DESCRIPTORS
             self._refusals.tell(logger, Event.TOO_MANY_CONNECTIONS, text, limit)
         #: Too many refused clients keep their connections: the next ones are not waited for.
-        self.crowded = len(self.connections) > limit + max(8, limit // 8)
+        self.crowded = len(self.connections) > limit + max(8, more)
         return not full or idle is not None
+
+    def _by_descriptors(self) -> int:
+        """Return the clients for which there are descriptors: each may need another one to an engine."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return sys.maxsize
+        return max(1, (soft - self._others - self._spare) // 2)
 
     def left(self, connection: ClientConnection) -> None:
         self.connections.pop(connection, None)
@@ -126,9 +148,14 @@ class ProxyServer:
             }
         wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [listening_place(host, port)]
         first = len(self._servers)
+        self._others = len(os.listdir("/proc/self/fd"))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._spare = 2 * _BACKLOG if soft < 0 else min(2 * _BACKLOG, max(16, soft // 4))
         for where in wheres:
             self._servers.append(
-                await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
+                await loop.create_server(
+                    lambda: ClientConnection(self), backlog=self._spare // 2, **where, **tls
+                )
             )
         name = self._servers[first].sockets[0].getsockname()
         return name[0], name[1]
@@ -161,8 +188,3 @@ class ProxyServer:
         for server in self._servers:
             server.close()
             await server.wait_closed()
-
-
-def _half_of_the_descriptors() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)

@@ -145,7 +145,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     engines. `heartbeat_s` is the time between comments in a waiting stream, 0 for none. With `resume: ids`
     an answer continues at another instance after its engine is lost, if its token ids are known; False:
     never. Models and classes have this key too. `max_held_bytes` bounds the sum of all bodies being read.
-    `max_connections` bounds the clients' connections. None is half of the process's file descriptors; the
+    `max_connections` bounds the clients' connections. None is nearly half of the process's descriptors; the
     other half is for engines. `workers` processes share the port. `forward_headers` names more headers of
     clients to forward to the engines. From `trusted_proxies` (networks, CIDR) `X-Forwarded-For` gives the
     client's address for the log. Pages of `cors_origins` (`https://chat.example`, or `*`) may read answers

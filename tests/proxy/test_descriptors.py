@@ -1,0 +1,56 @@
+"""More clients at once than there are descriptors: each is answered, and that is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+import yaml
+from helpers import HANG_S
+from proxy.services import Engine, document
+from proxy.test_proxying import post
+
+CLIENTS = 200
+
+
+async def status(port: int) -> int:
+    """Return the status of one request on a connection of its own, 0 if there is none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(post())
+        line = await reader.readline()
+        return int(line.split()[1]) if line else 0
+    except ConnectionError:
+        return 0
+    finally:
+        writer.close()
+
+
+async def test_each_client_without_a_descriptor_gets_503(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    async with Engine() as engine:
+        path.write_text(yaml.safe_dump(document(engine)))
+        serve = shlex.join([sys.executable, "-m", "hetlb", "serve", "--config", str(path)])
+        process = await asyncio.create_subprocess_exec(
+            "sh", "-c", f"ulimit -n 100; exec {serve}",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        async with asyncio.timeout(HANG_S):
+            ready = (await process.stdout.readline()).decode()
+            port = int(re.findall(r":(\d+) ", ready)[0])
+            engine.hold()
+            asked = [asyncio.create_task(status(port)) for _ in range(CLIENTS)]
+            while sum(each.done() for each in asked) < CLIENTS // 2:
+                await asyncio.sleep(0)
+            engine.released.set()
+            answers = Counter(await asyncio.gather(*asked))
+            process.terminate()
+            _, log = await process.communicate()
+    assert set(answers) == {200, 503}, answers
+    assert answers[200] >= 20
+    assert "event=too_many_connections" in log.decode()
