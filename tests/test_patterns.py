@@ -28,9 +28,10 @@ _ALL = frozenset(range(_OTHER + 1))
 _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT)
 #: Expressions of no constant text, by module and line's text: the reason why they are not read here.
 _MADE = {
-    "hetlb/cli/doctor.py": "words of `_NEXT_STEPS`, over a text of 200 characters",
     "hetlb/tools/models/quantization.py": "globs, which `fnmatch` makes atomic",
 }
+#: Tables whose first column has expressions, by module.
+_TABLES = {"hetlb/balancer/engines/engine_mistakes.py": "_STEPS"}
 
 
 class Found(NamedTuple):
@@ -48,6 +49,10 @@ def _texts() -> dict[Path, ast.Module]:
 
 def _is_re(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "re"
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
 
 
 def found() -> Iterator[Found]:
@@ -68,6 +73,10 @@ def found() -> Iterator[Found]:
             if isinstance(target, ast.Name)
         }
         for node in ast.walk(tree):
+            for each in node.keywords if isinstance(node, ast.Call) else ():
+                if each.arg == "pattern":  # of `msgspec.Meta`, which searches
+                    assert isinstance(each.value, ast.Constant), f"{name}: expected a constant pattern"
+                    yield Found(f"{name}:{each.value.lineno}", str(each.value.value), 0, True)
             if not (isinstance(node, ast.Call) and _is_re(node.func)):
                 continue
             function = node.func.attr  # type: ignore[attr-defined]
@@ -75,13 +84,15 @@ def found() -> Iterator[Found]:
                 continue
             place = f"{name}:{node.lineno}"
             if function == "compile" and node in assigned:
-                module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
-                pattern = getattr(module, assigned[node])
+                pattern = getattr(_module(name), assigned[node])
                 anywhere = bool(used.get(assigned[node], set()) & _ANYWHERE)
                 yield Found(place, pattern.pattern, pattern.flags, anywhere)
             elif isinstance(node.args[0], ast.Constant):
                 text: Any = node.args[0].value
                 yield Found(place, text, 0, function in _ANYWHERE)
+            elif name in _TABLES:
+                for words, *_ in getattr(_module(name), _TABLES[name]):
+                    yield Found(f"{place} {words}", words, 0, function in _ANYWHERE)
             else:
                 assert name in _MADE, f"{place}: expected an expression that is read here, or a reason"
 
