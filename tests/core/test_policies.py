@@ -249,7 +249,8 @@ def test_hetlb_uses_a_slow_instance_sooner_where_what_keeps_coming_takes_the_fas
             commands = scheduler.on_arrival(request(i, max_tokens=400), gap_s * 1000)
             held += not commands
         waiting[gap_s] = held
-    assert (waiting[0.3], waiting[0.03]) == (10, 9)
+    # The answers are shorter than forecast: five in a row show the speed of the fast one.
+    assert (waiting[0.3], waiting[0.03]) == (11, 9)
 
 
 def test_hetlb_waits_for_memory_but_never_starves_a_large_request() -> None:

@@ -360,3 +360,36 @@ def test_a_faster_one_stays_at_least_as_fast_in_means_of_near_factors(
         assert mean <= factor * TRUSTED_FACTOR * 1.000001
     for (_, one), (_, other) in pairwise(found):
         assert one <= other * 1.000001
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("slower", [3.0, 1 / 3.0])
+def test_another_speed_is_learnt_within_ten_answers(profiled: bool, slower: float) -> None:
+    """After a long time of one speed: the newest answers in a row are its speed now."""
+    tracker, now = SpeedTracker(profiled, 0.0), 0.0
+    for _ in range(300):
+        now = answer(tracker, now, 1.0)
+    for _ in range(10):
+        now = answer(tracker, now, slower)
+    assert tracker.shown == pytest.approx(slower, rel=0.1)
+    if slower > 1.0:
+        assert tracker.shown / tracker.usual > 2.5
+    for _ in range(10):
+        now = answer(tracker, now, 1.0)
+    assert tracker.shown == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_few_slow_answers_among_others_are_no_other_speed() -> None:
+    tracker, now = SpeedTracker(False, 0.0), 0.0
+    for number in range(300):
+        now = answer(tracker, now, 3.0 if number % 5 == 0 else 1.0)
+        assert number < 50 or tracker.shown < 2.2
+
+
+def test_an_hour_of_another_speed_is_the_usual_one() -> None:
+    tracker, now = SpeedTracker(False, 0.0), 0.0
+    for _ in range(100):
+        now = answer(tracker, now, 1.0)
+    while now < 4 * 3600.0:
+        now = answer(tracker, now, 3.0)
+    assert tracker.shown / tracker.usual < 1.2

@@ -21,6 +21,7 @@ from proxy.upstreams import plain
 from hetlb.addresses import allowed_address, network_of
 from hetlb.balancer.clients.access import EngineAccess, load_access
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.types import Health
 from hetlb.cli.main import COMMANDS, build_parser, main
 from hetlb.errors import ConfigError, HetlbError
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
@@ -640,3 +641,18 @@ def test_nothing_is_read_for_a_fleet_that_is_not_served(tmp_path: Path) -> None:
 
 def test_a_repr_shows_no_key() -> None:
     assert "sk-" not in repr(EngineAccess(b"Bearer sk-secret"))
+
+
+async def test_no_work_goes_to_a_server_that_refuses_the_key_of_hetlb(tmp_path: Path) -> None:
+    """It says so at its list of models, before the first client. Once it takes the key it gets work."""
+    async with Engine() as locked, Engine() as two:
+        locked.key, two.key = "sk-another", "sk-model"
+        async with serving(tmp_path, keyed(locked, two, tmp_path, scrape={"interval_s": 0.1})) as running:
+            for _ in range(6):
+                assert (await running.ask()).status == 200
+            assert not locked.asked
+            status = (await running.admin("GET", "/v1/status")).json
+            assert [each["cause"] for each in status["causes"]] == ["key_refused"]
+            assert "i0 refuses hetlb's key (401)" in status["advice"]
+            locked.key = KEY
+            await turns_until(lambda: running.instance("i0").evidence.state is Health.UP)

@@ -50,7 +50,7 @@ OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{n
 #: Lines of all modules that a plain `serve` may import, with the evidence of refused kinds and of clients,
 #: with the view that a process joins that takes this one's place, the places of kept responses, and the
 #: history of an engine.
-MOST_LINES = 27_300
+MOST_LINES = 27_500
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

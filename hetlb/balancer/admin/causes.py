@@ -6,12 +6,14 @@ wait's severity follows from the oldest request alone: it never gets milder whil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.evidence_table import KEY_REFUSED
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
@@ -20,6 +22,8 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 SLOW_FACTOR: Final = 1.5
 #: The same by its engine's own count of tokens in the last seconds, a less certain measure.
 PACE_FACTOR: Final = 2.5
+#: Least ratio of an instance's time to its usual one, and to the best other's change, of a slowed one.
+SLOWED_FACTOR: Final = 1.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING_SHARE: Final = 0.05
 LEAST_FAILED: Final = 3
@@ -82,6 +86,8 @@ SEVERITIES: Final = {
     "other_model": State.DEGRADED,
     "fails": State.DEGRADED,
     "slow": State.DEGRADED,
+    "slowed": State.DEGRADED,
+    "one_process": State.DEGRADED,
     "not_fetched": State.DEGRADED,
     "refused": State.DEGRADED,
     "wrong_answers": State.DEGRADED,
@@ -98,6 +104,7 @@ SEVERITIES: Final = {
     "tenant_hog": State.BUSY,
     "hopeless_target": State.BUSY,
     "saturated": State.BUSY,
+    "no_metrics": State.WELL,
     "drained": State.WELL,
     "notice": State.WELL,
 }
@@ -152,6 +159,9 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
         return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
+    if KEY_REFUSED in each.evidence.reason:
+        sentence = each.evidence.reason.replace("it", name, 1)
+        return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
     if not each.routable or each.evidence.state is not Health.UP:
         reason = f" ({each.evidence.reason})" if each.evidence.reason else ""
         return StateCause("dead", name, f"{name} is down{reason}", next_step_of(each))
@@ -195,6 +205,9 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
+    if each.pageless and each.evidence.well:
+        sentence = f"{name} has no /metrics: its load is known by hetlb's own requests alone"
+        return StateCause("no_metrics", name, sentence, f"Let hetlb read /metrics of {name}.")
     if stale_s > STALE_S:
         sentence = f"the last report of {name} is {stale_s:.0f} s old"
         return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
@@ -222,6 +235,31 @@ def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "no_load", found
         if (found := small_cache(tokens, least)) is not None:
             yield "small_cache", found
+
+
+def of_speeds(among: Sequence[Instance]) -> list[StateCause]:
+    """Return a cause for each instance that has become slower while another of its kind has not."""
+    found: list[StateCause] = []
+    changes = [(each, each.speed.shown / each.speed.usual) for each in among if each.speed.seen]
+    for each, change in changes:
+        best = min([other for peer, other in changes if peer is not each], default=math.inf)
+        if change >= SLOWED_FACTOR and change >= SLOWED_FACTOR * best:
+            sentence = f"{each.name} is {change:.1f} times as slow as usual"
+            advice = f"Look at the GPU of {each.name}, and at what else uses it."
+            found.append(StateCause("slowed", each.name, sentence, advice))
+    return found
+
+
+def of_processes(among: Sequence[Instance]) -> list[StateCause]:
+    """Return a cause for each instance that is the process of another one before it."""
+    found: list[StateCause] = []
+    for index, each in enumerate(among):
+        for other in among[:index]:
+            if each.twin == other.name:
+                sentence = f"{other.name} and {each.name} are one process: its room is counted twice"
+                found.append(StateCause("one_process", each.name, sentence, f"Remove {each.name}."))
+                break
+    return found
 
 
 def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:

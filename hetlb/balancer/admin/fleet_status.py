@@ -20,6 +20,8 @@ from hetlb.balancer.admin.causes import (
     of_clients,
     of_instance,
     of_key,
+    of_processes,
+    of_speeds,
     of_targets,
     of_tenants,
     of_transfers,
@@ -187,6 +189,8 @@ def _of_model(
     running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
     hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
     found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
+    found += of_speeds(able)
+    found += of_processes(instances)
     kinds = scheduler.fleet.kinds
     for each in instances:
         found.append(of_key(each.name, [kind.status for _, kind in kinds.of_instance(each.name)]))

@@ -105,6 +105,10 @@ GETS: Final = {
 TRANSITIONS: Final = (REFUSED, LOADS, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
 
 
+#: Reason of an instance that is ejected since it does not take hetlb's key.
+KEY_REFUSED: Final = "it refuses hetlb's key"
+
+
 class Restraint:
     """A reason for which an instance that is up gets less than others."""
 

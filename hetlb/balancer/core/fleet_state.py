@@ -63,6 +63,8 @@ class FleetState:
         self.kinds = RefusedKinds()
         self.clients = ClientAnswers()
         self._watched_at = setup.now
+        #: Instance that was seen last with a process of this start.
+        self._processes: dict[float, Instance] = {}
         #: Instances that publish KV events.
         self.publishers: list[Instance] = []
         for spec in setup.specs:
@@ -130,6 +132,8 @@ class FleetState:
         instance.removed = True
         self.outlives(instance.models, now)
         self.kinds.forget(instance.name)
+        if instance.began is not None:
+            self._processes.pop(instance.began, None)
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
@@ -178,6 +182,14 @@ class FleetState:
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
         """Note when an instance's process began. Return True if that is another process than before."""
         known = instance.began
+        other = self._processes.get(began)
+        self._processes[began] = instance
+        if known != began:
+            instance.twin, instance.twin_count = "", 0
+            if known is not None:
+                self._processes.pop(known, None)
+        elif other is not None and other is not instance:
+            instance.meets(other)
         if known is None or began > known:
             instance.began = began
         if known is None or began <= known:  # an earlier start is another server's at its address

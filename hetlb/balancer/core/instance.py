@@ -56,8 +56,8 @@ class Instance(InstanceLedger):
 
     __slots__ = (
         "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors",
-        "evidence", "leads_back", "leaves_at", "sample", "sample_mark", "served", "sleep", "sleep_at",
-        "slots_learnt", "slots_learnt_at", "slots_step",
+        "evidence", "leads_back", "leaves_at", "pageless", "sample", "sample_mark", "served", "sleep",
+        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step", "twin", "twin_count",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,10 @@ class Instance(InstanceLedger):
         self.leaves_at: float | None = None
         #: Start of its process by its own clock (Unix time, s).
         self.began: float | None = None
+        #: True if it has no page of metrics.
+        self.pageless = False
+        #: Name of an instance that is the same process, "" for none; and tokens so far when both had as many.
+        self.twin, self.twin_count = "", 0
         #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
         #: Its last sleep or wake, and the time of that.
@@ -173,7 +177,7 @@ class Instance(InstanceLedger):
                 return
         self._occupancy = None
         self.sample, self.slot_times = sample, None
-        self.sample_at = now
+        self.sample_at, self.pageless = now, False
         self.evidence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
         if more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
@@ -204,6 +208,19 @@ class Instance(InstanceLedger):
         if self.capacity.max_num_seqs is not None:
             return
         self._learn_slots(sample, now)
+
+    def meets(self, other: Instance) -> None:
+        """Compare its count of tokens with another instance's; both began at the same tick at least.
+
+        Two counts that both had are no chance: they are one process.
+        """
+        if self.sample is None or other.sample is None or other.removed:
+            return
+        count = self.sample.generated
+        if count and count == other.sample.generated:
+            if self.twin_count and self.twin_count != count:
+                self.twin = other.name
+            self.twin_count = count
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""

@@ -38,6 +38,11 @@ MOST_PROFILED_FACTOR: Final = 4.0
 MOST_UNPROFILED_FACTOR: Final = 64.0
 #: Seconds over which the factor is averaged to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
+#: Answers in a row that are as many times slower or faster as `_CLEAR_FACTOR`: they alone are its speed then.
+_CLEAR_ANSWERS: Final = 5
+#: Answers of which the mean is its usual speed at first, and seconds over which that follows a slower one.
+_USUAL_ANSWERS: Final = 20
+_USUAL_S: Final = 3600.0
 #: Least relative change of a new factor that takes the place of the one in force.
 _CHANGE_SHARE: Final = 0.05
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
@@ -111,7 +116,13 @@ class SpeedTracker:
         self._running = self._tokens = 0.0
         #: Factor that it showed over about `_GOOD_S` seconds, the mean of the first answers before that.
         self._good = 1.0
+        #: The same over about an hour.
+        self.usual = 1.0
         self._answers = 0
+        #: Seconds seen and expected of answers in a row that are clearly slower (or faster) than its factor,
+        #: and their number, below 0 of faster ones.
+        self._run_observed_s = self._run_expected_s = 0.0
+        self._run = 0
         self._aged_at = now
         #: True if `age` changed the factor.
         self.changed = False
@@ -238,6 +249,10 @@ class SpeedTracker:
         since = now - self.seen_at
         keep = math.exp(-since / MEMORY_S)
         self.seen_at, self.seen = now, True
+        if self._observed_s > 0.0 and self._changed(expected_s, seconds):
+            keep, self._observed_s, self._expected_s = 1.0, self._run_observed_s, self._run_expected_s
+            expected_s = seconds = 0.0
+            self._run = 0
         self._observed_s = self._observed_s * keep + seconds
         self._expected_s = self._expected_s * keep + expected_s
         if self._expected_s <= 0.0:
@@ -255,11 +270,27 @@ class SpeedTracker:
         self.factor = self.shown = ratio
         return True
 
+    def _changed(self, expected_s: float, seconds: float) -> bool:
+        """Return True if the newest answers in a row show a new speed."""
+        before = expected_s * self._observed_s
+        ratio = seconds * self._expected_s / before if before > 0.0 else 1.0
+        side = 1 if ratio >= _CLEAR_FACTOR else (-1 if ratio * _CLEAR_FACTOR <= 1.0 else 0)
+        if side * self._run <= 0:
+            self._run, self._run_observed_s, self._run_expected_s = 0, 0.0, 0.0
+        if side:
+            self._run += side
+            self._run_observed_s += seconds
+            self._run_expected_s += expected_s
+        return abs(self._run) >= _CLEAR_ANSWERS
+
     def _remember(self, factor: float, since: float) -> None:
         """Let the factor over a long time follow one that was shown `since` seconds after the last."""
         self._answers += 1
         gain = max(1.0 / self._answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
         self._good *= (factor / self._good) ** gain
+        if self._answers > _USUAL_ANSWERS and factor > self.usual:
+            gain = 1.0 - math.exp(-min(since, 1.0) / _USUAL_S)
+        self.usual *= (factor / self.usual) ** gain
 
 
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable, ScrapeTable
+from hetlb.balancer.core.evidence_table import KEY_REFUSED
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -309,6 +310,9 @@ class EngineWatch:
         if sample is None:
             if self._pages.get(name) == "":
                 seen.metrics_after = now + _NO_PAGE_PAUSE_S
+                instance = self._scheduler.fleet.instances.get(name)
+                if instance is not None:
+                    instance.pageless = True
             return False
         await self._take(name, seen, sample)
         return True
@@ -470,7 +474,7 @@ class EngineWatch:
     ) -> tuple[ProbeResult | None, str]:
         """Read an engine's list of models: the result, None if this machine could not try, and why.
 
-        An engine that wants another key is there: its answer to a request tells the client so.
+        An engine that refuses hetlb's own key gets no work. One that wants the client's key is there.
         """
         try:
             status, body = await self._get(name, _MODELS)
@@ -482,6 +486,8 @@ class EngineWatch:
             has_key = self._access.get(name, PLAIN_ACCESS).authorization is not None
             told = "refuses the API key" if has_key else "wants an API key"
             self._tell_once(name, f"{told} ({status} at {_MODELS})")
+            if has_key and status == 401:  # 403 may be about the list alone
+                return ProbeResult.LOADING, f"{KEY_REFUSED} ({status})"
             return ProbeResult.OK, ""
         if status == 200 and lists_nothing(body):
             return ProbeResult.LOADING, _NO_MODEL
