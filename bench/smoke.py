@@ -72,6 +72,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "scale/demo.py": ("--smoke",),
     "scale/large.py": ("--instances", "10", "--rate", "5", "--seconds", "2", "--repeats", "1"),
     "scale/parity.py": ("--rounds", "1", "--num-prompts", "10", "--out", "OUT"),
+    "scale/watching.py": ("--servers", "4", "--settling", "3", "--seconds", "2", "--load-s", "1"),
     "scale/schedulers.py": (
         "--instances", "10", "--requests", "100", "--counts", "1,2", "--delays", "0.001", "--seeds", "1",
         "--out", "OUT",
