@@ -372,6 +372,7 @@ def test_another_speed_is_learnt_within_ten_answers(profiled: bool, slower: floa
     for _ in range(10):
         now = answer(tracker, now, slower)
     assert tracker.shown == pytest.approx(slower, rel=0.1)
+    assert tracker.settled
     if slower > 1.0:
         assert tracker.shown / tracker.usual > 2.5
     for _ in range(10):

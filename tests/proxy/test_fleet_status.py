@@ -416,3 +416,21 @@ def test_load_of_others_is_named_once_two_reports_say_it() -> None:
         fleet.now += 1.0
     fleet.scheduler.on_scrape("a", EngineSample(0, 0, 0.0), fleet.now)
     assert causes(fleet.look()) == []
+
+
+@pytest.mark.parametrize("share", [0.015, 0.02, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "outcome", [Outcome.UPSTREAM_ERROR, Outcome.BROKEN_STREAM, Outcome.REJECTED_FULL, Outcome.EXPIRED_QUEUE]
+)
+def test_a_state_in_which_one_of_a_hundred_gets_no_answer_is_neither_well_nor_busy(
+    share: float, outcome: Outcome
+) -> None:
+    """Whether a server fails them or none gets them."""
+    fleet = Watched("a")
+    for number in range(400):
+        unanswered = int((number + 1) * share) > int(number * share)
+        placed = outcome in (Outcome.UPSTREAM_ERROR, Outcome.BROKEN_STREAM) or not unanswered
+        found = ended(fleet.now, placed=placed, instance="a", outcome=outcome if unanswered else Outcome.OK)
+        fleet.recent.finished(found)
+    state = fleet.look()["state"]
+    assert state not in ("well", "busy"), fleet.look()["causes"]

@@ -23,9 +23,9 @@ SLOW_FACTOR: Final = 1.5
 #: The same by its engine's own count of tokens in the last seconds, a less certain measure.
 PACE_FACTOR: Final = 2.5
 #: Least ratio of an instance's time to its usual one, and to the best other's change, of a slowed one.
-SLOWED_FACTOR: Final = 1.5
+SLOWED_FACTOR: Final = 2.0
 #: Share of answers that fail by an engine's doing, and their least number.
-FAILING_SHARE: Final = 0.05
+FAILING_SHARE: Final = 0.01
 LEAST_FAILED: Final = 3
 FAILING_S: Final = 10.0
 #: Share of requests that end as their client's mistakes, and the least number of requests.
@@ -240,7 +240,7 @@ def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
 def of_speeds(among: Sequence[Instance]) -> list[StateCause]:
     """Return a cause for each instance that has become slower while another of its kind has not."""
     found: list[StateCause] = []
-    changes = [(each, each.speed.shown / each.speed.usual) for each in among if each.speed.seen]
+    changes = [(each, each.speed.shown / each.speed.usual) for each in among if each.speed.settled]
     for each, change in changes:
         best = min([other for peer, other in changes if peer is not each], default=math.inf)
         if change >= SLOWED_FACTOR and change >= SLOWED_FACTOR * best:

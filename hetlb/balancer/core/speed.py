@@ -132,6 +132,11 @@ class SpeedTracker:
         """Share of the seen seconds of answers in all that the factor rests on, 0 to 1."""
         return self._observed_s / (self._observed_s + PRIOR_S)
 
+    @property
+    def settled(self) -> bool:
+        """True if enough answers were seen for a usual speed."""
+        return self._answers >= 2 * _USUAL_ANSWERS
+
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Add `running` sequences that decode, with `tokens` in the KV cache, until now; call it first."""
         since = now - self.last
