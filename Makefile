@@ -18,7 +18,7 @@
 #   make release-check  the wheels, each installed in an empty environment with an empty HOME: demo, serve, bench, doctor
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
-#   make reference  docs/reference: keys, flags, metrics and events, from the code
+#   make reference  docs/reference: keys, flags, metrics and events, and tests/sentences.txt, from the code
 #   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
 #   make boards     configs/grafana: the dashboards of Grafana, from the table of configs/site/boards.py
 #   make schemas    the JSON schemas of configs/schemas and of the Helm chart's values, from the tables that read the files
@@ -165,6 +165,7 @@ pictures: .venv/.dev
 
 reference: .venv/.dev
 	PYTHONPATH=. $(BIN)/python configs/site/reference.py
+	$(BIN)/python configs/site/sentences.py
 
 boards: .venv/.run
 	$(BIN)/python configs/site/boards.py

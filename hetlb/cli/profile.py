@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile_live.add_arguments(parser)
     add = declare(parser.add_argument_group("without a server"))
     add("--start", "profile to correct by a log", "P.yaml", Path)
-    add("--probe", "idle server whose host time is measured for points that hold none (10 s)", "URL")
+    add("--probe", "idle server; its host time is measured for points without one (10 s)", "URL")
     add_json(parser)
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("expected one of --url and --from with --out P.yaml, or show or compare")
     if args.probe is not None and (args.source or "log:").partition(":")[0] not in ("csv", "aiconfigurator"):
         raise InputError(
-            "--probe: expected --from csv:FILE or aiconfigurator, whose points hold no host time"
+            "--probe: expected --from csv:FILE or aiconfigurator: their points hold no host time"
         )
     degrees, args.facts = _degrees(args), read_facts_file(args.facts)
     try:

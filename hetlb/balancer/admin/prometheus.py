@@ -67,7 +67,7 @@ FIGURES: Final = {
     "hetlb_tenant_output_tokens_total": "Tokens generated for a tenant.",
     "hetlb_tenant_queue_seconds_total": "Seconds that the requests of a tenant waited.",
     "hetlb_shared_connected": "1 while the server of the shared state is reached.",
-    "hetlb_shared_peers": "Other processes whose leases are known.",
+    "hetlb_shared_peers": "Other processes with known leases.",
     "hetlb_shared_peer_leases": "Requests that other processes have at the engines.",
     "hetlb_shared_delay_seconds": "Seconds until an own message came back from the shared state.",
     "hetlb_shared_messages_total": "Messages of the shared state.",
@@ -111,7 +111,7 @@ FIGURES: Final = {
 }
 #: Help of histograms.
 HISTOGRAMS: Final = {
-    "hetlb_loop_lag_seconds": "How late the event loop called a timer, sampled.",
+    "hetlb_loop_lag_seconds": "Lag of the event loop at a timer, sampled.",
     "hetlb_time_to_first_token_seconds": "From arrival to the first byte of a stream.",
     "hetlb_inter_token_latency_seconds": "Between two reads of a stream with text.",
     "hetlb_e2e_request_latency_seconds": "From arrival to the end of an answer.",
