@@ -49,7 +49,7 @@ const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 /** A count: 12,345 or 1.2 M. */
 export function count(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 1e7) return `${(value / 1e6).toPrecision(3)} M`;
+  if (value >= 999_500) return `${(value / 1e6).toPrecision(3)} M`; // 1000 k would be 1.00e+3 k
   if (value >= 1e5) return `${(value / 1e3).toPrecision(3)} k`;
   return grouped.format(value);
 }
