@@ -9,6 +9,7 @@ believed. A pair rests after `MAX_MISSED_TRANSFERS` in a row. After the rest it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final
@@ -156,7 +157,7 @@ class FetchChecks:
             self._counted[target.incarnation] = _Counted(fetched, computed)
             return
         if not counted.due:
-            counted.fetched = max(counted.fetched, int(fetched - sum(coming.values())))
+            counted.fetched = max(counted.fetched, int(fetched - math.fsum(coming.values())))
             counted.computed = computed
         elif counted.due[0][2] <= asked_at - LAG_S:
             self._judge(target, counted, fetched, computed, dict(coming), asked_at - LAG_S, now)
@@ -187,12 +188,14 @@ class FetchChecks:
                 continue
             sums[source] = sums.get(source, 0.0) + tokens
             counts[source] = counts.get(source, 0) + 1
-        grown, total = float(fetched - counted.fetched), max(1.0, sum(sums.values()))
+        grown, total = float(fetched - counted.fetched), max(1.0, math.fsum(sums.values()))
         believed = {source for source in sums if not self._missed(source, target.incarnation)}
         best, least, offs = believed, float("inf"), list[tuple[float, set[int]]]()
         for able in _sets(list(sums)):
-            own = sum([sums[source] for source in able])
-            more = sum([tokens for source, tokens in coming.items() if source in able or source not in sums])
+            own = math.fsum([sums[source] for source in able])
+            more = math.fsum(
+                [each for source, each in coming.items() if source in able or source not in sums]
+            )
             off = max(0.0, own - grown) + max(0.0, grown - own - more)
             offs.append((off / total, able))
             cost = off / total + _CONTRADICTION_SHARE * len(able ^ believed)
@@ -202,7 +205,7 @@ class FetchChecks:
         decided = [able for off, able in offs if off <= most] == [best]
         if coming and not decided and now - counted.due[0][2] < UNJUDGED_S:
             return
-        own = sum([sums[source] for source in best])
+        own = math.fsum([sums[source] for source in best])
         missing = total - own
         # Prompts that the engine had in its prefix cache are neither fetched nor computed.
         worked = float(computed - counted.computed)
@@ -218,7 +221,7 @@ class FetchChecks:
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
         kept.due = later
         # Tokens counted early belong to transfers judged later.
-        early = sum(coming.values())
+        early = math.fsum(coming.values())
         kept.fetched -= int(min(early, max(0.0, grown - own)))
         kept.computed -= int(min(early, max(0.0, worked - missing)))
 
