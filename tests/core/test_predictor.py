@@ -127,7 +127,7 @@ def test_no_request_holds_its_true_output_length() -> None:
         "id", "model", "prompt_tokens", "max_tokens", "sequences", "longest_prompt_tokens", "generates",
         "body_bytes", "prompt_exact", "prefix_keys", "priority", "band", "tenant", "samples",
         "blocks", "splittable", "streamed", "subset", "preferred", "preferred_within",
-        "service", "generated", "path", "client", "features", "kept_from",
+        "service", "generated", "path", "client", "features", "kept_from", "side",
     }  # fmt: skip
 
 

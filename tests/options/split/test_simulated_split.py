@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     simulation, result = fleet(roles, plan, kv_tokens=kv_tokens, link=link)
     assert all(outcome is Outcome.OK for outcome in result.outcomes)
     assert [record.output_tokens for record in result.records] == [output for _, output in rows]
-    for engine in simulation._engines.values():
+    for engine in chain.from_iterable(simulation._engines.values()):
         engine.model.check_integrity()
         assert engine.model.kv.pool.used_blocks == 0
     assert simulation.scheduler.in_flight == 0
