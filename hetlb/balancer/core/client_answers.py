@@ -42,6 +42,11 @@ def traffic_of(request: Request) -> str:
     return f"{start} {request.path} {client_of(request)}"
 
 
+def kind_of(request: Request) -> str:
+    """Return the client of a request with its path: its answers to prompts that begin in any way."""
+    return f" {request.path} {client_of(request)}"
+
+
 @mypyc_attr(acyclic=True)
 class ClientAnswers:
     """Good and lost answers by client and instance (its incarnation); `known` is empty in a good hour."""
@@ -65,7 +70,8 @@ class ClientAnswers:
     def well(self, request: Request, instance: int, *, odd: bool = False) -> None:
         """Count a good answer, if its client lost some; an odd one is no good one of its traffic."""
         client, session = client_of(request), session_of(request)
-        for each in {client, session} if odd else {client, session, traffic_of(request)}:
+        keys = {client, session}
+        for each in keys if odd else keys | {traffic_of(request), kind_of(request)}:
             counts = self.known.get(each)
             if counts is not None:
                 counts.setdefault(instance, [0.0, 0.0])[0] += 1.0

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.client_answers import ClientAnswers, client_of, session_of, traffic_of
+from hetlb.balancer.core.client_answers import ClientAnswers, client_of, kind_of, session_of, traffic_of
 from hetlb.balancer.core.evidence import Evidence
 from hetlb.balancer.core.evidence_table import MEMORY_S
 from hetlb.balancer.core.instance import Instance
@@ -263,23 +263,33 @@ class FleetState:
         self.judge(instance, now)
 
     def odd(self, instance: Instance, lease: Lease, now: float) -> bool:
-        """Count an odd answer. Return True if it counts: others are not known to answer alike."""
+        """Count an odd answer. Return True if it counts: others are not known to answer alike.
+
+        Example: each prompt begins otherwise, and each answer is one token. None of these prompts was
+        answered twice, but the client's other prompts were answered alike by other instances.
+        """
         if lease.judged:
             return False
         lease.judged = True
-        traffic = traffic_of(lease.request)
+        traffic, kind = traffic_of(lease.request), kind_of(lease.request)
         self.clients.lost(traffic, instance.incarnation)
-        counts = self.clients.counted(traffic, instance.incarnation, 1.0) > 0.5
-        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, traffic, traffic, now)
+        self.clients.lost(kind, instance.incarnation)
+        counts = self._odd_counts(traffic, kind, instance)
+        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, kind, traffic, now)
         if counts:
             instance.evidence.odd_at = now
             self.kinds.avoid(lease.request, instance.name, now)
         else:  # this traffic is answered alike elsewhere: it may go there again
             for each in self._peers(instance):
-                if self.clients.counted(traffic, each.incarnation, 1.0) <= 0.5:
+                if not self._odd_counts(traffic, kind, each):
                     self.kinds.not_avoided(lease.request, each.name)
         self.judge(instance, now)
         return counts
+
+    def _odd_counts(self, traffic: str, kind: str, instance: Instance) -> bool:
+        """Return True if others answer this traffic, and this kind of the client, otherwise."""
+        counted, incarnation = self.clients.counted, instance.incarnation
+        return min(counted(traffic, incarnation, 1.0), counted(kind, incarnation, 1.0)) > 0.5
 
     def not_lost(self, instance: Instance, lease: Lease, now: float) -> None:
         """Take back a lost answer: another instance lost the same request."""
