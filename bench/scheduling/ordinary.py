@@ -278,14 +278,18 @@ class Bench:
         plan = make_plan(rows, None, rate / 2.0, rng, hash_block_tokens=HASH_BLOCK_TOKENS)
         setup = SchedulerSetup(specs=(InstanceSpec("alone", MODEL),), policy="single", seed=1)
         records = FleetSimulation(setup, {"alone": engine}, plan, model=MODEL).run().records
-        answers = [r for r in records if r.output_tokens > 1]
-        decoding_s = sum(r.last_token_s - r.first_token_s for r in answers)
-        tokens = sum(r.output_tokens - 1 for r in answers)
-        span_s = max(r.last_token_s for r in records)
+        times = [
+            (r.scheduled_s, r.first_token_s, r.last_token_s, r.output_tokens)
+            for r in records
+            if r.first_token_s is not None and r.last_token_s is not None
+        ]
+        decoding_s = sum(last - first for _, first, last, count in times if count > 1)
+        tokens = sum(count - 1 for *_, count in times if count > 1)
+        span_s = max(last for _, _, last, _ in times)
         return EngineHistory(
             prompt=statistics.fmean(row.input_tokens for row in rows),
-            prefill_s=statistics.fmean(r.first_token_s - r.scheduled_s for r in records),
-            output=statistics.fmean(r.output_tokens for r in records),
+            prefill_s=statistics.fmean(first - scheduled for scheduled, first, _, _ in times),
+            output=statistics.fmean(count for *_, count in times),
             step_s=decoding_s / tokens,
             batch=max(1.0, decoding_s / span_s),
         )

@@ -58,7 +58,7 @@ def _name(node: ast.expr) -> str:
 
 def _for_others(tree: ast.AST) -> set[int]:
     """Return the ids of nodes that no user sees: docstrings, parts of literals, texts of assertions."""
-    found = set()
+    found: set[int] = set()
     for node in ast.walk(tree):
         inner = isinstance(node, ast.Call) and getattr(node.func, "id", "") in _FOR_PROGRAMMERS
         if isinstance(node, ast.Assert) or inner:

@@ -16,10 +16,14 @@ def in_pieces(data: bytes) -> None:
     for piece in pieces(data, 1000):
         page.feed(piece)
     page.sample()
-    history = engine_history.HistoryPage()
+
+
+def with_history(data: bytes) -> None:
+    """The first metrics page of an engine without a profile: its histograms are read, too."""
+    page = engine_history.HistoryPage()
     for piece in pieces(data, 1000):
-        history.feed(piece)
-    history.sample()
+        page.feed(piece)
+    page.sample()
 
 
 def page(data: bytes) -> None:
@@ -53,6 +57,10 @@ GROWTH: dict[str, tuple[Reader, Make, int]] = {
     "a metrics page in pieces": (
         in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
     ),
+    "a first metrics page in pieces": (
+        with_history, many(b'vllm:inter_token_latency_seconds_sum{engine="0"} 1.0\n'), 64 << 10,
+    ),
+    "short lines of a first metrics page": (with_history, many(b" a\n"), 64 << 10),
     "a metrics page without a line end": (in_pieces, many(b"vllm:"), 512 << 10),
     "a metrics page of other names": (page, many(b"vllm:num_requests_run 1\n"), 512 << 10),
     "comments of a metrics page": (page, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),

@@ -286,6 +286,7 @@ UNITS = (
     ("of a byte", 10.0, 16.0),
     ("requests", 10.0, 16.0),
     ("one token", 8.0, 16.0),
+    ("short lines of a first", 12.0, 16.0),  # read by two readers, once for each engine
     ("short lines", 8.0, 16.0),
     ("lists in a line", 1.0, 32.0),
     ("empty events", 7.0, 32.0),
