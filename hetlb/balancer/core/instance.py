@@ -167,7 +167,10 @@ class Instance(InstanceLedger):
         """
         last, last_at = self.sample, self.sample_at
         if last is None and sample.running is None and sample.waiting is None and sample.kv_usage is None:
-            return  # a page without figures is none: its answers tell more
+            # A page without figures is none, as its answers tell more. It still names its engine.
+            self.learn_capacity(sample.capacity)
+            self.engine = sample.engine or self.engine
+            return
         if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
             pairs = ((sample.running, last.running), (sample.waiting, last.waiting))
             if any(
