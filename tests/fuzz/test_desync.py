@@ -21,6 +21,8 @@ RESPONSES = responses()
 #: that never come. The others are whole, and no limit may end them.
 PATIENCE_S = {True: 1.0, False: HANG_S}
 TIMEOUTS = ("head_timeout_s", "body_timeout_s", "first_byte_timeout_s", "idle_timeout_s")
+#: Paths of the watch.
+LOOKS = (b"/v1/models", b"/health", b"/metrics", b"/version", b"/api/version")
 
 
 class Recorder:
@@ -127,7 +129,7 @@ async def test_requests(tmp_path: Path) -> None:
             named = dict(headers)
             assert len([name for name, _ in headers if name == b"host"]) == 1
             assert b"transfer-encoding" not in named
-            assert target in (b"/v1/completions", b"/v1/models", b"/health", b"/metrics", b"/version"), target
+            assert target in (b"/v1/completions", *LOOKS), target
             if target == b"/v1/completions":
                 assert (method, body) == (b"POST", INNER)
                 reached.add(named[b"x-request-id"])
