@@ -42,7 +42,7 @@ _BODY_STOP_S: Final = 10.0
 #: Seconds that a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
 #: Seconds that a new connection has for the beginning of its first request.
-_FRESH_S: Final = 1.0
+FRESH_S: Final = 1.0
 #: Bytes of the kernel's send buffer of a client's connection.
 _SEND_BUFFER_BYTES: Final = 64 << 10
 _IDLE: Final = ClientState.IDLE
@@ -248,7 +248,7 @@ class ClientConnection(PacedReader):
 
     def makes_room(self) -> bool:
         """Return True if it may be closed for another client: not while its first request is on its way."""
-        return self.idle and (self._fed_at > 0.0 or self._now() - self._since >= _FRESH_S)
+        return self.idle and (self._fed_at > 0.0 or self._now() - self._since >= FRESH_S)
 
     def close_if_idle(self) -> None:
         if self.state is _IDLE and not self._reader.unread:
