@@ -119,7 +119,8 @@ async def probes_are_green_and_answers_fail(rig: Rig) -> None:
     await rig.engine.probed(6)
     for answer in await rig.ask_many(6, runs=2):  # a trial is due by then
         assert answer.status == 200  # probes that were green all the time are no news
-    assert len(rig.engine.visits) <= before + 2
+    # The crowd's requests are trials, too.
+    assert len(rig.engine.visits) <= before + 4
 
 
 @case("M5", "red-but-answering", engines=2, outcomes={"ok": 20})
