@@ -113,8 +113,7 @@ async def more(proxy: Serving, streams: list[Stream], count: int) -> list[Stream
         streams += [Stream(proxy) for _ in range(min(40, count - len(streams)))]
         wanted = len(streams)
         await proxy.fleet_until(lambda fleet, wanted=wanted: sum(load(fleet)) == wanted)
-    running = load((await proxy.admin("/v1/fleet")).json)[0]
-    await turns_until(lambda: sum(stream.tokens > 0 for stream in streams) >= running)
+    await proxy.fleet_until(lambda fleet: sum(stream.tokens > 0 for stream in streams) >= load(fleet)[0])
     return streams
 
 
