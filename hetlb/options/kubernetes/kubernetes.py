@@ -354,7 +354,7 @@ class Watch:
             raise SourceFailedError(f"{plural} answers {status}: {reason[:_MOST_REASON]}") from error
         except (httpx2.HTTPError, httpx2.StreamError, TimeoutError, KubernetesConfigError) as error:
             raise SourceFailedError(f"{self._api.url}: {str(error) or type(error).__name__}") from error
-        except (msgspec.MsgspecError, TypeError) as error:
+        except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
             raise SourceFailedError(f"{self._kind._api_info.plural}: expected objects: {error}") from error
         finally:
             if self._due is not None:

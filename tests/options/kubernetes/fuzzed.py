@@ -16,7 +16,7 @@ from hetlb.balancer.fleet.source import Found
 from hetlb.options.kubernetes.kubernetes import PODS, Item, servers_of
 
 _TABLE = KubernetesTable(selector="app=vllm", port="http")
-_REFUSED = (msgspec.MsgspecError, TypeError, httpx2.HTTPError, UnicodeDecodeError, RecursionError)
+_REFUSED = (msgspec.MsgspecError, TypeError, ValueError, httpx2.HTTPError, RecursionError)
 
 
 def _read(line: bytes) -> list[Found]:
