@@ -98,13 +98,6 @@ class Failover:
                 self._fleet.kinds.refused(request, instance.name, status, at)
         known.failures.clear()
 
-    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
-        """Return True if another instance may get a request once it has room."""
-        known = self._retries.attempts.get(lease.request.id)
-        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
-        able = self._placement.able(lease.request, ready, now).instances
-        return any(each.name not in tried for each in able)
-
     def _elsewhere(
         self, lease: Lease, rest: Request, ready: ReadyInstances, now: float, *, with_room: bool
     ) -> Decision | None:
