@@ -367,12 +367,8 @@ class InstanceLedger(InstanceLimits):
         assert shared is not None
         tree = self.tree if shared.node is None else shared.node.tree
         if lease.first_token_at is not None and tree is self.tree and not self.removed:
-            if lease.reported_cached_tokens is not None:
-                tree.correct(shared, lease.reported_cached_tokens)
-            for key, tokens in request.prefix_keys:
-                if tokens is None:
-                    answer = lease.output_tokens // request.sequences
-                    tree.remember(key, request.prompt_tokens + answer, shared.node)
+            answer, reported = lease.output_tokens // max(1, request.sequences), lease.reported_cached_tokens
+            tree.answered(shared, request.prefix_keys, request.prompt_tokens, answer, reported)
         freed = tree.detach(shared.node)
         self.kv_tokens -= freed
         self.kv_prompt_tokens -= freed

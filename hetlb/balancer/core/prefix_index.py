@@ -200,6 +200,21 @@ class Tree:
         del self.nodes[node.key]
         self._index.removed(node)
 
+    def answered(
+        self,
+        shared: Shared,
+        keys: Sequence[PrefixKey],
+        prompt_tokens: int,
+        output_tokens: int,
+        reported: int | None,
+    ) -> None:
+        """Take in an answer: its conversation is in the cache, and `reported` tokens of its prompt were."""
+        if reported is not None:
+            self.correct(shared, reported)
+        for key, tokens in keys:
+            if tokens is None:
+                self.remember(key, prompt_tokens + output_tokens, shared.node)
+
     def correct(self, shared: Shared, reported: int) -> None:
         """Take over how many tokens of a prompt an engine found in its cache.
 

@@ -102,12 +102,8 @@ class Ranks:
         if shared is None:
             return
         if lease.first_token_at is not None:
-            if lease.reported_cached_tokens is not None:
-                rank.tree.correct(shared, lease.reported_cached_tokens)
-            for key, tokens in request.prefix_keys:
-                if tokens is None:
-                    answer = lease.output_tokens // max(1, request.sequences)
-                    rank.tree.remember(key, request.prompt_tokens + answer, shared.node)
+            answer, reported = lease.output_tokens // max(1, request.sequences), lease.reported_cached_tokens
+            rank.tree.answered(shared, request.prefix_keys, request.prompt_tokens, answer, reported)
         rank.kv_tokens -= rank.tree.detach(shared.node)
         cache = instance.kv_cache_tokens // len(self.each)
         rank.tree.evict(max(0, cache - rank.kv_tokens))
