@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -39,6 +40,11 @@ def read_version(body: bytes) -> str | None:
     document = _json(body)
     version = document.get("version") if isinstance(document, dict) else None
     return version if isinstance(version, str) and len(version) <= 64 else None
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: (0, 11) of "0.11.2rc1"."""
+    return tuple(int(each[:9]) for each in re.findall(r"\d+", version)[:2])
 
 
 def _json(body: bytes) -> object:

@@ -10,6 +10,7 @@ from typing import Final
 
 from hetlb.balancer.core.types import EngineSample
 from hetlb.balancer.engines.engine_tables import LLAMA_CPP, SGLANG, TABLES, VLLM
+from hetlb.served_models import version_numbers
 
 REFUSED: Final = "connection refused"
 CLOSED: Final = "it closes the connection without an answer"
@@ -89,7 +90,7 @@ def small_cache(tokens: int | None, least: int) -> tuple[str, str] | None:
 
 def old_version(version: str | None, page: str) -> tuple[str, str] | None:
     """Return what is wrong with the version of a vLLM server, by `/version` and `/metrics`."""
-    numbers = tuple(int(each[:9]) for each in re.findall(r"\d+", version or "")[:2])
+    numbers = version_numbers(version or "")
     old_names = "vllm:gpu_cache_usage_perc" in page and "vllm:kv_cache_usage_perc" not in page
     if numbers and numbers < _OLDEST_VLLM:
         oldest = ".".join(map(str, _OLDEST_VLLM))

@@ -93,7 +93,7 @@ class Rounds:
             since = now - seen.looked_at
             if since + early_s >= interval_s and name not in looks:
                 found.append((-since / max(interval_s, self._least_s), name))
-        # What comes later in this interval is not yet known: no more than fit into it.
+        # Later ones of this interval are not yet known: no more than fit into it.
         found.sort()
         return [name for _, name in found[: 1 + int(_SCANS * self.scan_s / self.pause_s)]]
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import re
 import socket
 import ssl
 import time
@@ -46,7 +45,7 @@ from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import visible
 from hetlb.logs import escape
-from hetlb.served_models import lists_nothing, longest_context, read_model_list, read_version
+from hetlb.served_models import lists_nothing, longest_context, read_model_list, read_version, version_numbers
 from hetlb.tasks import end, ended
 
 if TYPE_CHECKING:
@@ -94,8 +93,39 @@ class _TooLargeError(Exception):
     """A page beyond its limit."""
 
 
+async def answer_of(
+    pool: EnginePool,
+    head: bytes,
+    body: bytes = b"",
+    *,
+    feed: Callable[[bytes], None] | None = None,
+    most_bytes: int = _MAX_PAGE_BYTES,
+) -> tuple[int, bytes]:
+    """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
+
+    Raises `UnansweredError`.
+    """
+    answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+    def done(head: ResponseHead, body: bytes) -> None:
+        if not answer.done():
+            answer.set_result((head.status, body))
+
+    def failed(end: End, detail: str) -> None:
+        if not answer.done():
+            answer.set_exception(UnansweredError(end, detail, call.error))
+
+    call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes)
+    call.send()
+    try:
+        return await answer
+    except BaseException:
+        call.abort()
+        raise
+
+
 class EngineWatch:
-    """One watching task per instance; the scheduler gets its findings."""
+    """Looks at the engines in rounds; the scheduler gets its findings."""
 
     def __init__(
         self, table: ScrapeTable, scheduling: SchedulerDriver, access: Mapping[str, EngineAccess]
@@ -273,8 +303,8 @@ class EngineWatch:
         now, since = self._now(), seen.looked_at
         seen.looked_at = now
         instance = self._scheduler.fleet.instances.get(name)
-        answers = instance is not None and instance.evidence.state is Health.UP
-        answers = answers and instance is not None and instance.evidence.token_at > since
+        evidence = None if instance is None else instance.evidence
+        answers = evidence is not None and evidence.state is Health.UP and evidence.token_at > since
         result: ProbeResult | None = ProbeResult.OK
         detail = ""
         # The answers of one that answers are the better probe; of an idle one its page is one now and then.
@@ -364,26 +394,14 @@ class EngineWatch:
 
         Raises `TimeoutError` after `most_s`, `UnansweredError`, or `_TooLargeError`.
         """
-        pool, answer = self._pool(name), asyncio.get_running_loop().create_future()
-
-        def done(head: ResponseHead, body: bytes) -> None:
-            if not answer.done():
-                answer.set_result((head.status, body))
-
-        def failed(end: End, detail: str) -> None:
-            if not answer.done():
-                large = detail is TOO_LONG
-                answer.set_exception(_TooLargeError() if large else UnansweredError(end, detail, call.error))
-
-        fields = b"content-type: application/json\r\n" if body else b""
-        call = SideCall(pool, pool.head(line, fields), body, done, failed, feed=feed, most_bytes=most_bytes)
-        call.send()
+        pool = self._pool(name)
+        head = pool.head(line, b"content-type: application/json\r\n" if body else b"")
         try:
             async with asyncio.timeout(most_s):
-                found: tuple[int, bytes] = await answer
-                return found
-        except BaseException:
-            call.abort()
+                return await answer_of(pool, head, body, feed=feed, most_bytes=most_bytes)
+        except UnansweredError as error:
+            if error.detail is TOO_LONG:
+                raise _TooLargeError from error
             raise
 
     async def _get(self, name: str, path: str) -> tuple[int, bytes]:
@@ -523,7 +541,7 @@ class EngineWatch:
 
 def reads_rank(version: str) -> bool:
     """Return True if vLLM of a version reads `X-data-parallel-rank`."""
-    return tuple(int(each[:9]) for each in re.findall(r"\d+", version)[:2]) >= _RANK_VERSION
+    return version_numbers(version) >= _RANK_VERSION
 
 
 def _unready(path: str, status: int, instance: Instance | None) -> tuple[ProbeResult, str]:

@@ -14,9 +14,7 @@ import msgspec
 
 from hetlb.balancer.config.fleet_tables import WakeCommands, WakeTable
 from hetlb.balancer.engines.engine_pools import EnginePool
-from hetlb.balancer.engines.upstream import SideCall
-from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.engines.scrape import UnansweredError, answer_of
 
 #: Seconds between questions whether a server is awake.
 _LOOK_S: Final = 0.25
@@ -57,25 +55,12 @@ class Door(ABC):
 
     async def ask(self, line: str, body: bytes = b"", expected: Sequence[int] = (200,)) -> bytes:
         """Return the answer of the server to a request. Raises `DoorError`."""
-        found: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-
-        def done(head: ResponseHead, answer: bytes) -> None:
-            if not found.done():
-                found.set_result((head.status, answer))
-
-        def failed(end: End, detail: str) -> None:
-            if not found.done():
-                found.set_exception(NotReadyError(f"{line}: {detail}"))
-
         pool = self._pool()
         head = pool.head(line.encode("ascii"), _JSON if body else b"content-length: 0\r\n")
-        call = SideCall(pool, head, body, done, failed)
-        call.send()
         try:
-            status, answer = await found
-        finally:
-            if not found.done() or found.cancelled():
-                call.abort()
+            status, answer = await answer_of(pool, head, body)
+        except UnansweredError as error:
+            raise NotReadyError(f"{line}: {error.detail}") from error
         if status not in expected:
             raise (NotReadyError if status >= 500 else DoorError)(f"{line}: status {status}")
         return answer
