@@ -1,4 +1,4 @@
-"""What it costs to watch many servers: CPU of an idle `hetlb serve`, and plain requests beside that.
+"""Cost of the watch over many servers: CPU of an idle `hetlb serve`, and plain requests beside that.
 
 `python bench/scale/watching.py [HETLB...]` starts servers that answer /health, /v1/models and vLLM's page of
 metrics (`tests/vllm/data/metrics-idle.http`), one process for all, each at an address of its own

@@ -166,7 +166,7 @@ def test_a_log_without_its_set_up_is_refused(first: str) -> None:
         Replay([first])
 
 
-#: What stands in place of a value of a line.
+#: Replacements of a value of a line.
 VALUES: list[Any] = [None, True, -1, 0, 1e300, 1 << 70, "", "x", [], {}, [1], {"a": 1}, math.nan, "inf"]
 
 

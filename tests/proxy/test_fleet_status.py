@@ -425,7 +425,7 @@ def test_load_of_others_is_named_once_two_reports_say_it() -> None:
 def test_a_state_in_which_one_of_a_hundred_gets_no_answer_is_neither_well_nor_busy(
     share: float, outcome: Outcome
 ) -> None:
-    """Whether a server fails them or none gets them."""
+    """The same holds if a server fails requests and if none gets them."""
     fleet = Watched("a")
     for number in range(400):
         unanswered = int((number + 1) * share) > int(number * share)

@@ -57,7 +57,7 @@ async def test_beside_one_that_answers_it_gets_a_few(start: Start, policy: str, 
         for _ in range(requests):
             await ask(proxy, post())
         await proxy.settled()
-        # What it refuses as such is a refusal until two others have answered the like.
+        # A request that it refuses as such is a refusal until two others have answered the like.
         assert len(bad.visits) <= 8
 
 

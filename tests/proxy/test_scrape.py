@@ -352,7 +352,7 @@ async def test_an_engine_without_a_health_page_is_up_if_it_lists_its_models(stat
         assert watch.watch.versions == {"e0": "0.32.0"}
         count = watch.changes.count(Probed("e0", ProbeResult.OK))
         await watch.until(lambda: watch.changes.count(Probed("e0", ProbeResult.OK)) >= count + 3)
-        # What it does not have is not asked for in every round.
+        # A page that it does not have is not asked for in every round.
         assert (asked.count("/health"), asked.count("/metrics")) == (1, 1)
         served.clear()
         await watch.until(lambda: Probed("e0", ProbeResult.LOADING) in watch.changes)

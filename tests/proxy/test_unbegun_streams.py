@@ -81,7 +81,7 @@ async def test_the_head_of_an_answer_alone_is_none(start: Start) -> None:
 async def test_a_stream_that_begins_with_an_error_event_is_answered_by_another(
     start: Start, code: bytes, at_once: bool
 ) -> None:
-    """Whether its end comes with the event or later."""
+    """The end of the answer comes with the event, or later."""
     events = chunk(b'data: {"error":{"message":"no","code":%b}}\n\ndata: [DONE]\n\n' % code)
     script = SSE_HEAD + events + LAST if at_once else closing(SSE_HEAD + events)
     async with Upstream(script) as one, Upstream(STREAM) as two:

@@ -25,7 +25,7 @@ NO_METRICS = plain(
     b"501 Not Implemented",
 )
 UNEXPECTED = plain(b'{"error":"Unexpected endpoint or method. (GET /health)"}')
-#: What each answers at its paths, and at all others.
+#: Answers of each at its paths, and at all others.
 OLLAMA = {
     "/": plain(b"Ollama is running"),
     "/v1/models": LIST,

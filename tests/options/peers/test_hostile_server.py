@@ -20,7 +20,7 @@ def endless(unit: bytes) -> bytes:
     return unit * ((1 << 20) // len(unit))
 
 
-#: What comes after the subscription, and what then goes on without end.
+#: Bytes after the subscription, and bytes that then come without end.
 REPLIES = {
     "a long message": (MESSAGE + b"$99999999\r\n", endless(b"x")),
     "a length of many digits": (MESSAGE + b"$" + b"9" * 5000 + b"\r\n", endless(b"x")),
