@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"
 CHATS, TURNS = 12, 4
+#: Runs of each fleet.
+RUNS = 12
 
 
 async def hit_share(folder: Path, servers: int, ranks: int) -> float:
@@ -63,12 +66,16 @@ async def hit_share(folder: Path, servers: int, ranks: int) -> float:
 
 
 async def test_chats_find_their_prefixes_as_at_as_many_servers_of_one_engine(tmp_path: Path) -> None:
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "ranked").mkdir()
-    alone = await hit_share(tmp_path / "alone", 4, 1)
-    ranked = await hit_share(tmp_path / "ranked", 2, 2)
-    assert alone > 0.5
-    assert ranked >= 0.85 * alone  # the timing of one run decides some turns: bench figures are over many
+    """The mean of several runs counts: the timing of one run decides some turns, by 7 % of its share."""
+    alone: list[float] = []
+    ranked: list[float] = []
+    for run in range(RUNS):
+        for shares, servers, ranks in ((alone, 4, 1), (ranked, 2, 2)):
+            folder = tmp_path / f"{servers}-{run}"
+            folder.mkdir()
+            shares.append(await hit_share(folder, servers, ranks))
+    assert statistics.fmean(alone) > 0.5
+    assert statistics.fmean(ranked) >= 0.85 * statistics.fmean(alone)
 
 
 async def test_the_choice_goes_out_where_vllm_reads_it(start: Start) -> None:
