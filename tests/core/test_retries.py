@@ -70,6 +70,14 @@ def fill(scheduler: Scheduler, name: str) -> None:
     assert number in scheduler.queue
 
 
+def down(scheduler: Scheduler, name: str, now: float = 0.05) -> list[Command]:
+    return [c for _ in range(3) for c in scheduler.on_instance(Probed(name, ProbeResult.REFUSED), now)]
+
+
+def up(scheduler: Scheduler, name: str, now: float) -> list[Command]:
+    return [c for _ in range(2) for c in scheduler.on_instance(Probed(name, ProbeResult.OK), now)]
+
+
 def rejected(commands: list[Command]) -> RejectReason:
     [reason] = [each.reason for each in commands if isinstance(each, Reject)]
     return reason
@@ -105,10 +113,48 @@ def test_a_request_that_was_turned_away_does_not_come_again() -> None:
     check_scheduler(scheduler)
 
 
-def test_a_request_that_was_turned_away_and_then_dropped_is_given_up() -> None:
-    scheduler = fleet("abc")
+def test_a_request_that_was_turned_away_and_then_dropped_goes_to_one_more() -> None:
+    """It is dropped once: the request is not what kills engines yet."""
+    scheduler = fleet("abcd")
     second = dispatched(scheduler.on_refused(arrived(scheduler, 1), 503, 1.0, 0.1))
-    assert rejected(drops(scheduler, second)) is RejectReason.NO_RESPONSE
+    third = dispatched(drops(scheduler, second))
+    assert [second.instance, third.instance] == ["b", "c"]
+    assert rejected(drops(scheduler, third)) is RejectReason.NO_RESPONSE
+    check_scheduler(scheduler)
+
+
+def test_a_request_taken_from_a_hanging_engine_and_then_dropped_goes_to_one_more() -> None:
+    """To be taken away is no sign against a request, unlike a drop."""
+    scheduler = fleet("abcd")
+    lease = arrived(scheduler, 1)
+    down(scheduler, lease.instance)
+    second = next(c.lease for c in scheduler.on_stranded(lease, 0.1) if isinstance(c, Dispatch))
+    third = dispatched(drops(scheduler, second))
+    assert {lease.instance, second.instance, third.instance} == {"a", "b", "c"}
+    assert rejected(drops(scheduler, third)) is RejectReason.NO_RESPONSE
+    check_scheduler(scheduler)
+
+
+def test_a_request_dropped_by_the_only_one_that_is_up_waits_for_another() -> None:
+    scheduler = fleet("ab")
+    lease = arrived(scheduler, 1)
+    assert lease.instance == "a"
+    down(scheduler, "b")
+    assert drops(scheduler, lease) == []
+    assert 1 in scheduler.queue
+    check_scheduler(scheduler)
+    assert dispatched(up(scheduler, "b", 5.0)).instance == "b"
+    check_scheduler(scheduler)
+
+
+def test_a_request_dropped_by_the_only_one_that_is_up_is_given_up_after_the_wait_for_an_instance() -> None:
+    scheduler = fleet("ab")
+    lease = arrived(scheduler, 1)
+    down(scheduler, "b")
+    assert drops(scheduler, lease) == []
+    wait_s = scheduler.queue.limits.no_instance_timeout_s
+    assert scheduler.on_tick(0.2 + wait_s / 2) == []
+    assert rejected(scheduler.on_tick(0.3 + wait_s)) is RejectReason.NO_RESPONSE
     check_scheduler(scheduler)
 
 

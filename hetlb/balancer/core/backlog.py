@@ -163,7 +163,8 @@ class Backlog:
                 return rejections.policy_failed(request.id)
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
             if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
-                return self.give_up(request, unsent=False)
+                waits = waited_s < queue.limits.no_instance_timeout_s and placement.may_come(request, ready)
+                return None if waits else self.give_up(request, unsent=False)
             return None
         if key.retry and not self._retries.allowed(len(self._ledger.leased)):
             return None

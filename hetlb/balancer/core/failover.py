@@ -207,22 +207,26 @@ class Failover:
         attempts, sent = retries.attempts[request.id], outcome is Outcome.NO_RESPONSE
         attempts.tried.append(lease.instance)
         attempts.runs += sent
+        attempts.drops += sent
         unsent = not sent and attempts.runs == attempts.turned_away
         ready, placement = self._fleet.ready.get(request.model), self._placement
         # Dropped twice: the request itself may be what kills engines.
-        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
-            within = not sent or retries.allowed(self.slots_taken)
-            placed = placement.place(request, ready, now, predicted) if within else None
-            if placed is not None:
-                if sent:
-                    retries.leases.add(placed.lease.id)
-                return [placed]
-            # An instance can take it later: none has room, or there are too many retries.
-            if unsent:
-                retries.forget(request.id)
-            if self._queue.has_room(request) or request.id in placement.failed:
-                return self._backlog.push(request, now, predicted, again=not unsent)
-        elif unsent and request.model in self._fleet.down_since:
+        if attempts.drops <= 1 and attempts.runs <= MOST_MOVES and ready is not None:
+            if placement.able(request, ready, now).instances:
+                within = not sent or retries.allowed(self.slots_taken)
+                placed = placement.place(request, ready, now, predicted) if within else None
+                if placed is not None:
+                    if sent:
+                        retries.leases.add(placed.lease.id)
+                    return [placed]
+                # An instance can take it later: none has room, or there are too many retries.
+                if unsent:
+                    retries.forget(request.id)
+                if self._queue.has_room(request) or request.id in placement.failed:
+                    return self._backlog.push(request, now, predicted, again=not unsent)
+            elif not unsent and placement.may_come(request, ready):
+                return self._backlog.push(request, now, predicted, again=True)
+        if unsent and request.model in self._fleet.down_since:
             retries.forget(request.id)
             return self._backlog.push(request, now, predicted)
         return [self._backlog.give_up(request, unsent=unsent)]

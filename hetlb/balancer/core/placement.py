@@ -23,10 +23,12 @@ from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.balancer.core.retry_budget import Retries
 from hetlb.balancer.core.types import (
+    AdminState,
     Candidate,
     Command,
     Dispatch,
     EngineSample,
+    Health,
     Hold,
     Lease,
     LeaseId,
@@ -291,6 +293,15 @@ class Placement:
                 left = choices.without(against)
                 return left if left.instances else choices
         return choices
+
+    def may_come(self, request: Request, ready: ReadyInstances) -> bool:
+        """Return True if an instance that has not had a retried request may be up again in time."""
+        tried, subset = self.retries.attempts[request.id].tried, request.subset
+        for each in ready.instances:
+            comes = each.evidence.state is Health.EJECTED and each.admin is AdminState.READY
+            if comes and each.name not in tried and (subset is None or each.name in subset):
+                return True
+        return False
 
     def _ready(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
         known = self.retries.attempts

@@ -25,6 +25,8 @@ class Attempts:
     def __init__(self) -> None:
         self.tried: list[str] = []
         self.runs = 0
+        #: Number of runs after which the engine closed the connection without a byte: it may kill engines.
+        self.drops = 0
         #: True if it is not to be split: a hand-over has failed.
         self.whole = False
         #: Number of runs that an engine refused.
