@@ -88,7 +88,7 @@ def leaves_stream(row: str, name: str, mode: str, how: str) -> None:
             client.leave() if how == "gone" else client.writer.write_eof()
             await rig.engine.until(visit.left.is_set)
             assert visit.tokens <= seen + 2
-        await gone_in(rig, "stream")
+        await gone_in(rig, "answer")
 
 
 for way in ("gone", "half-closed"):

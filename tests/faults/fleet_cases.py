@@ -276,5 +276,5 @@ async def sdks_come_again(rig: Rig) -> None:
         for completion in await asyncio.gather(*asked):
             assert completion.choices[0].text
     whole(await first)
-    stayed = await rig.metric("hetlb_requests_total", 'outcome="ok",phase="stream"')
+    stayed = await rig.metric("hetlb_requests_total", 'outcome="ok",phase="answer"')
     assert stayed >= 49  # and the streams in the background

@@ -118,7 +118,7 @@ def served() -> RequestRecord:
 def test_a_line_of_words() -> None:
     assert keyvalue_line(served()) == (
         "time=1970-01-01T00:00:12.000+00:00 level=info client=- "
-        "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=stream status=200 "
+        "request=r-1 tenant=ann model=m path=/v1/completions instance=a outcome=ok phase=answer status=200 "
         "prompt_tokens=9 cached_tokens=4 output_tokens=5 predicted_output=12 queue_s=0.5000 "
         "ttft_s=1.0000 total_s=2.0000 retries=1\n"
     )

@@ -93,7 +93,7 @@ async def test_the_metrics_page(tmp_path: Path) -> None:
         page = await running.admin("GET", "/metrics")
         assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert (
-            b'hetlb_requests_total{outcome="ok",cause="none",phase="stream",model="m",status="2xx"} 1\n'
+            b'hetlb_requests_total{outcome="ok",cause="none",phase="answer",model="m",status="2xx"} 1\n'
             in page.body
         )
         assert b'hetlb_instance_in_flight{server="i0"} 0\n' in page.body

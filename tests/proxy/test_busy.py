@@ -42,7 +42,7 @@ async def test_where_no_other_has_room_the_engines_own_answer_is_passed_on(start
         assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, NO_ROOM, "3")
         assert (len(one.visits), len(two.visits)) == (1, 1)
         await proxy.settled()
-    assert proxy.ended == [("upstream_busy", "stream", 429)]
+    assert proxy.ended == [("upstream_busy", "answer", 429)]
 
 
 @pytest.mark.parametrize("again", [b"", b"retry-after: soon\r\n", b"retry-after: -1\r\n"])

@@ -217,7 +217,7 @@ async def test_a_stream_is_counted_in_every_histogram(tmp_path: Path) -> None:
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
                  "predicted_output_ratio", "predicted_time_ratio"):  # fmt: skip
         assert value(found, f"hetlb_{name}_count", model="m") == 3, name
-    assert value(found, "hetlb_requests_total", outcome="ok", phase="stream") == 3
+    assert value(found, "hetlb_requests_total", outcome="ok", phase="answer") == 3
     assert value(found, "hetlb_instance_requests_total", server="i0", outcome="ok") == 3
     assert value(found, "hetlb_instance_output_tokens_total", server="i0") == 6
     assert value(found, "hetlb_instance_prompt_tokens_total", server="i0") == 9

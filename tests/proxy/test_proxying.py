@@ -128,7 +128,7 @@ async def test_a_plain_request(start: Start) -> None:
         "upgrade",
                      "1.1.1.1", "connection"):  # fmt: skip
             assert gone not in head
-    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.ended == [("ok", "answer", 200)]
     assert proxy.exchanges[0].usage_prompt_tokens == 3
 
 
@@ -158,7 +158,7 @@ async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:
         answer = await ask(proxy, post(ASK_STREAM))
         assert json.loads((await engine.visit()).body)["stream_options"] == {"include_usage": True}
     assert (answer.clean, answer.body) == (True, TOKEN + TOKEN + DONE)
-    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.ended == [("ok", "answer", 200)]
 
 
 async def test_a_stream_whose_usage_was_asked_for(start: Start) -> None:
@@ -508,7 +508,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_no_terminator(
     if last is not None:
         assert "error" in json.loads(last.removeprefix(b"data: "))
     assert not answer.clean
-    assert proxy.ended[0][:2] == ("broken_stream", "stream")
+    assert proxy.ended[0][:2] == ("broken_stream", "answer")
 
 
 async def test_a_short_plain_answer_is_visibly_cut(start: Start) -> None:
@@ -516,7 +516,7 @@ async def test_a_short_plain_answer_is_visibly_cut(start: Start) -> None:
         proxy = await start(engine.url)
         answer = await ask(proxy, post())
     assert (answer.clean, answer.body) == (False, PLAIN_BODY[:-5])
-    assert proxy.ended[0][:2] == ("broken_stream", "stream")
+    assert proxy.ended[0][:2] == ("broken_stream", "answer")
 
 
 @pytest.mark.parametrize("how", ["fin", "rst", "silent"])
@@ -541,7 +541,7 @@ async def test_a_stream_is_whole_once_its_end_came(start: Start, how: str) -> No
         else:
             answer = await ask(proxy, post(ASK_STREAM))
     assert (answer.clean, answer.body) == (True, TOKEN + DONE)
-    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.ended == [("ok", "answer", 200)]
 
 
 @pytest.mark.parametrize(
@@ -627,7 +627,7 @@ async def test_silence_inside_a_stream_ends_it(start: Start) -> None:
         await engine.closed()
     assert answer.body.startswith(TOKEN + b'data: {"error"')
     assert not answer.clean
-    assert proxy.ended == [("broken_stream", "stream", 200)]
+    assert proxy.ended == [("broken_stream", "answer", 200)]
 
 
 # --- clients that leave ---
@@ -635,7 +635,7 @@ async def test_silence_inside_a_stream_ends_it(start: Start) -> None:
 
 @pytest.mark.parametrize("half", [False, True], ids=["gone", "half-closed"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "stream"])
-@pytest.mark.parametrize("phase", ["wait", "stream"])
+@pytest.mark.parametrize("phase", ["wait", "answer"])
 async def test_a_client_that_leaves_closes_the_engines_connection(
     start: Start, phase: str, streamed: bool, half: bool
 ) -> None:
@@ -645,7 +645,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(
         async with Client(proxy) as client:
             client.send(post(ASK_STREAM if streamed else ASK))
             visit = await engine.visit()
-            if phase == "stream":
+            if phase == "answer":
                 await client.reader.readuntil(b"\r\n\r\n")
             if half:
                 client.writer.write_eof()
@@ -655,7 +655,7 @@ async def test_a_client_that_leaves_closes_the_engines_connection(
                 await visit.left.wait()
         await proxy.settled()
         assert proxy.driver.pools.open_connections == 0
-    assert proxy.ended == [("client_gone", phase, 200 if phase == "stream" else 0)]
+    assert proxy.ended == [("client_gone", phase, 200 if phase == "answer" else 0)]
 
 
 async def test_a_client_that_leaves_the_queue(start: Start) -> None:
@@ -738,7 +738,7 @@ async def test_a_slow_client_holds_its_engine_back(start: Start) -> None:
             assert connection._transport.get_write_buffer_size() < 1 << 20
             assert sent < 32 << 20
         await proxy.settled()
-    assert proxy.ended == [("client_gone", "stream", 200)]
+    assert proxy.ended == [("client_gone", "answer", 200)]
 
 
 async def test_a_client_that_pipelines_and_never_reads_gets_no_more_answers(start: Start) -> None:

@@ -53,7 +53,7 @@ async def test_a_silent_stream(start: Start, path: str, own: bool, counters: boo
         async with Client(proxy) as client:
             body = ASK_STREAM if path == "/v1/completions" else ASK_STREAM.replace(b"prompt", b"input")
             client.send(post(body, *([PATIENT] if own else []), path=path))
-            await turns_until(lambda: [e.phase for e in proxy.driver.exchanges.values()] == ["stream"])
+            await turns_until(lambda: [e.phase for e in proxy.driver.exchanges.values()] == ["answer"])
             await silent_since(proxy, 0.06)
             stalled(proxy, counters=counters)
             goes_on.set()
@@ -65,7 +65,7 @@ async def test_a_silent_stream(start: Start, path: str, own: bool, counters: boo
         assert proxy.exchanges[0].end.name == "stalled"
     else:
         assert answer.body.endswith(TOKEN + DONE)
-        assert proxy.ended == [("ok", "stream", 200)]
+        assert proxy.ended == [("ok", "answer", 200)]
 
 
 @pytest.mark.parametrize("counters", [False, True], ids=["no counters", "counters that stand"])

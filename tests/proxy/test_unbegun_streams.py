@@ -28,7 +28,7 @@ async def test_a_stream_of_which_only_the_head_came_is_answered_by_another(start
         assert answer.body.count(TOKEN) == 2
         assert (len(bad.visits), len(good.visits)) == (1, 1)
         await bad.closed()
-    assert proxy.ended == [("ok", "stream", 200)]
+    assert proxy.ended == [("ok", "answer", 200)]
     assert proxy.driver.totals.retries == 1
     # It counts as a failure of the one that died, as a dropped request does.
     assert [each.evidence.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
@@ -43,7 +43,7 @@ async def test_what_comes_from_the_other_may_be_no_stream(start: Start, dies: An
         answer = await ask(proxy, post(ASK_STREAM))
         assert (answer.status, answer.body) == (400, error)
         assert answer.headers["content-type"] == "application/json"
-    assert proxy.ended == [("upstream_refused", "stream", 400)]
+    assert proxy.ended == [("upstream_refused", "answer", 400)]
 
 
 @DIES

@@ -107,7 +107,7 @@ async def test_a_stream_that_waits_in_the_queue_hears_of_it_and_is_whole(start: 
             client.send(post())
             assert (await client.answer()).body == PLAIN_BODY
         await proxy.settled()
-    assert proxy.ended == [("ok", "stream", 200), ("ok", "stream", 200)]
+    assert proxy.ended == [("ok", "answer", 200), ("ok", "answer", 200)]
 
 
 async def test_a_stream_that_waits_for_its_engine_hears_of_it(start: Start) -> None:

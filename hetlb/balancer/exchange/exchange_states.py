@@ -15,7 +15,7 @@ class Phase(StrEnum):
     PREFILLING = "prefill"
     CONNECTING = "connect"
     SENT = "wait"
-    STREAMING = "stream"
+    STREAMING = "answer"
     DONE = "done"
 
 

@@ -501,7 +501,7 @@ async def test_a_plain_answer_that_is_cut_is_made_again(
         got, _, proxy = await resumed(start, engine, kind, asked, [Cut(after, "fin")])
         assert (got.status, got.text, got.finish, got.usage) == (200, whole.text, whole.finish, whole.usage)
         assert got.headers["x-hetlb-resumed"] == "1"
-        assert proxy.ended == [("ok", "stream", 200)]
+        assert proxy.ended == [("ok", "answer", 200)]
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

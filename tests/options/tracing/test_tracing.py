@@ -176,7 +176,7 @@ def test_a_request_is_a_span_and_its_time_at_the_engine_another(traces: Traces) 
         "gen_ai.usage.output_tokens": 25,
         "hetlb.instance": "a800-0",
         "hetlb.outcome": "ok",
-        "hetlb.phase": "stream",
+        "hetlb.phase": "answer",
         "hetlb.predicted_output_tokens": 30.0,
         "hetlb.queue_s": 2.0,
         "hetlb.request_id": "r-1",

@@ -111,7 +111,7 @@ async def while_it_talks(rig: Rig) -> None:
     visit = await rig.engine.visit()
     client.transport.abort()
     await rig.engine.until(visit.left.is_set)
-    await gone_in(rig, "stream")
+    await gone_in(rig, "answer")
 
 
 @case("W2", "reset", outcomes={"broken_stream": 1}, modes=("session-reset",), scrape=QUIET)
@@ -158,7 +158,7 @@ async def client_does_not_read(rig: Rig) -> None:
     client.transport.pause_reading()
     visit = await rig.engine.visit()
     await rig.engine.until(visit.left.is_set)
-    await gone_in(rig, "stream")
+    await gone_in(rig, "answer")
     client.transport.abort()
     with contextlib.suppress(ConnectionClosed):
         await client.recv()

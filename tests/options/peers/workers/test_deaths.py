@@ -187,7 +187,7 @@ async def test_counts_outlive_the_worker_that_made_them(serve: Serve) -> None:
     async with Engine() as one:
         proxy = await serve(document(one), workers=2)
         replies = await proxy.both_serve()
-        series = 'hetlb_requests_total{outcome="ok",phase="stream"}'
+        series = 'hetlb_requests_total{outcome="ok",phase="answer"}'
         await proxy.metric_until(series, len(replies))
         for pid in proxy.workers:
             os.kill(pid, signal.SIGKILL)

@@ -86,7 +86,7 @@ async def test_figures_counters_and_decisions_are_of_all_processes(serve: Serve)
         replies += await asyncio.gather(*asked)
         total = len(replies)
         assert {reply.status for reply in replies} == {200}
-        await proxy.metric_until('hetlb_requests_total{outcome="ok",phase="stream"}', total)
+        await proxy.metric_until('hetlb_requests_total{outcome="ok",phase="answer"}', total)
         await proxy.metric_until("hetlb_decisions_total", total)
         await proxy.metric_until('hetlb_e2e_request_latency_seconds_count{model="m"}', total)
         await proxy.metric_until('hetlb_worker_up{worker="1"}', 1)
