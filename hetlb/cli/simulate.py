@@ -146,8 +146,8 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
         words = [] if len(rates) == 1 else [rate_in_words(rate)]
         words += [] if seeds == 1 else [f"medians of {seeds} seeds"]
         here = [each for each in runs if each["request_rate"] == rate]
-        reference = here[0]["steady_bound"]["total_token_throughput"]
-        table = runs_table(here, steady_tok_s=reference, title=", ".join(words) or None)
+        reference = here[0]["bound"]["total_token_throughput"]
+        table = runs_table(here, reference_tok_s=reference, title=", ".join(words) or None)
         if rate != rates[-1]:
             table.caption = " "  # the same under each
         console.print(table)

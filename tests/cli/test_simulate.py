@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,20 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tupl
     assert main(["simulate", "--config", files[0], "--trace", files[1], "--policy", "rr,paper"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("rr", "paper", "fast", "slow"))
+
+
+def test_the_share_of_the_sum_is_of_what_the_same_row_shows(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+) -> None:
+    """Each run has its tokens/s over the sum of the instances alone, its drain on both sides."""
+    flags = ["simulate", "--config", files[0], "--trace", files[1], "--policy", "rr,hetlb"]
+    assert main(flags) == 0
+    shown = re.findall(r"^(rr|hetlb) +[\d,]+ +(\d+) %", capsys.readouterr().out, re.MULTILINE)
+    assert main([*flags, "--json"]) == 0
+    total = "total_token_throughput"
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert shown == [(run["policy"], f"{100 * run[total] / run['bound'][total]:.0f}") for run in runs]
+    assert all(run[total] <= run["bound"][total] for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,12 @@ def runs_table(
     runs: Sequence[Run],
     *,
     reference_tok_s: float | None = None,
-    steady_tok_s: float | None = None,
     alone: Sequence[Run] = (),
     title: str | None = None,
 ) -> Table:
     """Return one line per run.
 
     `reference_tok_s` is the base of `% of sum`: the total token throughput of all instances, each alone.
-    `steady_tok_s` is the same while each instance is full: then `% of full` is the steady rate of the run,
-    without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """
     shown = (*alone, *runs)
@@ -63,11 +60,9 @@ def runs_table(
         ("policy", lambda run: str(run["policy"])),
         (">tokens/s", lambda run: f"{run[total]:,.0f}"),
     ]
-    if steady_tok_s:
-        columns.append((">% of\nfull", lambda run: percent(run["steady"][total] / steady_tok_s)))
-        caption += "; % of full: while requests come, of what all reach alone"
-    elif reference_tok_s:
+    if reference_tok_s:
         columns.append((">% of\nsum", lambda run: percent(run[total] / reference_tok_s)))
+        caption += "; % of sum: of what each reaches alone, added"
     columns += [
         *_latency_columns(("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms"), "\n"),
         *((f">{name}\nshare, end", partial(_share_and_end, name)) for name in by_instance),
