@@ -17,8 +17,7 @@
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
 #   make release-check  the wheels, each installed in an empty environment with an empty HOME: demo, serve, bench, doctor
 #   make docs       the documentation site, into build/site; a dead link is an error
-#   make man        the manual page, into build/hetlb.1
-#   make reference  docs/reference: keys, flags, metrics and events, and tests/sentences.txt, from the code
+#   make reference  docs/reference, the manual page and tests/sentences.txt, from the code
 #   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
 #   make boards     configs/grafana: the dashboards of Grafana, from the table of configs/site/boards.py
 #   make schemas    the JSON schemas of configs/schemas and of the Helm chart's values, from the tables that read the files
@@ -56,7 +55,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help wheel release-check boards docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: help wheel release-check boards docs pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -152,11 +151,6 @@ release-check: wheel
 
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
-
-man: .venv/.dev
-	@mkdir -p build
-	$(BIN)/argparse-manpage --module hetlb.cli.main --function build_parser --prog hetlb \
-	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
 
 pictures: .venv/.dev
 	PYTHONPATH=tests:. $(BIN)/python tests/dashboard/pictures.py docs/pictures

@@ -138,7 +138,9 @@ def test_the_pure_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.iterdir()
     assert wheel.name == f"hetlb-{hetlb.__version__}-py3-none-any.whl"
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("hetlb-")}
+    found = zipfile.ZipFile(wheel).namelist()
+    assert f"hetlb-{hetlb.__version__}.data/data/share/man/man1/hetlb.1" in found
+    names = {name for name in found if not name.startswith("hetlb-")}
     assert names >= {str(path.relative_to(ROOT)) for path in (ROOT / "hetlb").rglob("*.py")}
     assert all(name.startswith("hetlb/") for name in names)
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import runpy
+import subprocess
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +70,8 @@ READERS = runpy.run_path(str(Path(__file__).with_name("readers.py")))["READERS"]
 _EVIDENCE = "<!-- evidence: made"
 _END_OF_EVIDENCE = "<!-- end of evidence -->"
 FOLDER = ROOT / "docs" / "reference"
+#: The manual page, which the wheel installs as share/man/man1/hetlb.1.
+MANUAL = ROOT / "hetlb" / "cli" / "hetlb.1"
 #: Files of which every key is listed: title, kind in meanings.yaml, table.
 FILES = (
     ("Fleet file", "fleet", FleetFile),
@@ -274,6 +280,25 @@ def flags_page() -> str:
         ]
         lines += _table(("flag", "value", "meaning"), rows) if rows else []
     return "\n".join(lines) + "\n"
+
+
+def manual_page() -> str:
+    """Return the manual page of the commands' parser, dated as the newest release."""
+    day = re.search(r"^## [\d.]+ - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert day is not None, "CHANGELOG.md: expected a section with a version and a day"
+    flags = (
+        "--module", "hetlb.cli.main", "--function", "build_parser", "--prog", "hetlb",
+        "--project-name", "hetlb", "--description", "reverse proxy for a mixed fleet of vLLM servers",
+        "--manual-section", "1", "--manual-title", "User Commands", "--format", "single-commands-section",
+    )  # fmt: skip
+    dated = str(int(datetime.fromisoformat(day[1]).replace(tzinfo=UTC).timestamp()))
+    return subprocess.run(
+        (str(Path(sys.executable).with_name("argparse-manpage")), *flags),
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "SOURCE_DATE_EPOCH": dated},
+    ).stdout
 
 
 class _Everything:
@@ -618,3 +643,4 @@ if __name__ == "__main__":
         (FOLDER / file).write_text(page())
     behaviour = FOLDER.parent / "behaviour.md"
     behaviour.write_text(with_evidence(behaviour.read_text()))
+    MANUAL.write_text(manual_page())
