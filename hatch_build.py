@@ -37,9 +37,9 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "attempt", "driver", "ends", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "kept_answers", "plain_attempt", "scheduler_driver", "scheduler_side",
-            "streamed_answer",
+            "attempt", "carrier", "driver", "ends", "engine_answer", "engine_request", "exchange",
+            "exchange_states", "kept_answers", "plain_attempt", "relocations", "scheduler_driver",
+            "served_fleet", "streamed_answer",
         )
     ),
     *(

@@ -22,7 +22,6 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.sim.integrity import check_scheduler
@@ -72,8 +71,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         self.driver = Driver(table, TokenEstimator(), loop, {}, OPTIONS)
         self.driver.on_ended = self._exchanges.extend
-        self.scheduling = SchedulerDriver(scheduler, self.driver, self.driver)
-        self.driver.scheduling = self.scheduling
+        self.scheduling = self.driver.drive(scheduler)
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
         self.port = 0

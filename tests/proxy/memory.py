@@ -21,7 +21,6 @@ from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.cli.serving_options import OPTIONS
 
 #: What a kernel holds for a reader that does not read.
@@ -252,8 +251,7 @@ class Proxy:
         with self._running():
             self.driver = Driver(settings, TokenEstimator(), self.loop, {}, OPTIONS)
             self.driver.on_ended = self.ended.extend
-            self.scheduling = SchedulerDriver(self.scheduler, self.driver, self.driver)
-            self.driver.scheduling = self.scheduling
+            self.scheduling = self.driver.drive(self.scheduler)
             self.server = ProxyServer(self.driver, View())
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ from proxy.upstreams import (
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.types import AdminState, AdminStateSet
-from hetlb.balancer.exchange.scheduler_side import DrainRate
+from hetlb.balancer.exchange.carrier import DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.

@@ -98,11 +98,11 @@ class KeyJournal(Protocol):
 class Limiters:
     """Limiters of all keys, by name. Amounts used outlive a reload, and are forgotten with the process."""
 
-    def __init__(self, journal: KeyJournal | None = None) -> None:
-        """`journal` is told of what is counted here, None where no other process asks."""
+    def __init__(self) -> None:
         self._all: dict[str, Limiter] = {}
         self._in_force: dict[str, Limiter] = {}
-        self.journal = journal
+        #: Told of what is counted here, None while no other process asks.
+        self.journal: KeyJournal | None = None
 
     def configure(self, limits: Mapping[str, LimitsTable]) -> None:
         """Take limits that hold from now on, by the name of the key."""

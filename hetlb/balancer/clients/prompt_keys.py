@@ -15,7 +15,7 @@ import msgspec
 
 from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.types import PromptBlocks
-from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.exchange.served_fleet import ServedFleet
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.http.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
@@ -39,13 +39,13 @@ def keys_of(
     model: str,
     owner: str | None,
     session_header: bytes,
-    scheduling: SchedulerSide,
+    fleet: ServedFleet,
 ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
     """Return the keys of a request's prompts, and digests of its blocks where engines tell theirs."""
     ids = token_ids(call) if call.ids else None
     keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
     blocks: PromptBlocks | None = None
-    if ids and call.prompts == 1 and (block_tokens := scheduling.block_tokens):
+    if ids and call.prompts == 1 and (block_tokens := fleet.block_tokens):
         from hetlb.balancer.core.block_index import block_digests
 
         salt = () if call.cache_salt is None else (call.cache_salt,)

@@ -225,7 +225,7 @@ class Router:
         asked = call.asked = call.model or ""
         owner = None if tenant is None else tenant.name
         session = self._session_of(head, owner) if names.canaries else None
-        model = call.model = names.served(asked, self._driver.scheduling.available, session)
+        model = call.model = names.served(asked, self._driver.scheduling.fleet.available, session)
         call.renamed = model != asked
         # The right to an alias implies the right to its model and to the fallbacks of this.
         if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
@@ -235,9 +235,9 @@ class Router:
     def _exchange(
         self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
     ) -> Exchange:
-        driver, scheduling = self._driver, self._driver.scheduling
+        driver, fleet = self._driver, self._driver.scheduling.fleet
         owner = None if tenant is None else tenant.name
-        model = call.model or scheduling.only_model
+        model = call.model or fleet.only_model
         if not model:
             raise GateError(400, "model: expected the name of a model, since several are served here.")
         if tenant is not None and not call.renamed and not tenant.may_use(model):
@@ -293,7 +293,9 @@ class Router:
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
         if generates:
-            prefix_keys, blocks = keys_of(head, call, model, owner, self._session_header, driver.scheduling)
+            prefix_keys, blocks = keys_of(
+                head, call, model, owner, self._session_header, driver.scheduling.fleet
+            )
         splits = driver.splits if sequences == 1 else None
         canary = None if self.names is None else self.names.canaries.get(model)
         side = None if canary is None else canary.side(self._session_of(head, owner))
@@ -318,7 +320,7 @@ class Router:
             subset=call.subset,
             path=head.path,
             client=address,
-            features=features_of(call.body) if driver.scheduling.refused_kinds else None,
+            features=features_of(call.body) if driver.scheduling.fleet.refused_kinds else None,
             side=side,
         )
 

@@ -17,6 +17,7 @@ from hetlb.balancer.clients.client_response import STARTED
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
@@ -25,13 +26,12 @@ from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
 from hetlb.balancer.exchange.kept_places import KeptPlaces
-from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.http1 import RequestHead
-from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
@@ -73,9 +73,9 @@ class Handshake(Maker):
 
 
 class Driver(Host):
-    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
+    """Exchanges, connections to engines and counters of one process. `drive` gives it a scheduler."""
 
-    scheduling: SchedulerSide
+    scheduling: SchedulerDriver
 
     def __init__(
         self,
@@ -113,6 +113,12 @@ class Driver(Host):
         self.splits: Splits | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
 
+    def drive(self, scheduler: Scheduler) -> SchedulerDriver:
+        """Carry out the commands of a scheduler from now on; return its driver."""
+        self.scheduling = SchedulerDriver(scheduler, self)
+        self.instances_changed()
+        return self.scheduling
+
     # --- requests ---
 
     def next_id(self) -> RequestId:
@@ -147,7 +153,7 @@ class Driver(Host):
         """Take a request out of the queue if its client waits no longer. Return seconds until another try."""
         now, scheduling = self.now(), self.scheduling
         scheduling.cancelled(request_id, now)
-        return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
+        return scheduling.drain_rate.retry_after_s(scheduling.fleet.waiting, now)
 
     def finished(self, exchange: Exchange) -> None:
         record = exchange.record
@@ -219,12 +225,6 @@ class Driver(Host):
         self.settle()
         return self.counted
 
-    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
-        """Learn from the `tokens` that an engine counted in the estimated prompts of a body."""
-        self.token_estimator.learn(model, call.text_bytes, call.media, tokens)
-        if not call.media:  # what one counts each process learns by itself
-            self.scheduling.learn_prompt(model, call.text_bytes, tokens)
-
     def tokens_at(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for exchange in self.exchanges.values():
@@ -279,9 +279,6 @@ class Driver(Host):
             and exchange.response.state is not STARTED
         )
 
-    def takes_back(self) -> bool:
-        return True
-
     def turned_away(self, lease: Lease, outcome: Outcome) -> None:
         self.counted.tried_again(lease.instance, outcome)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
@@ -296,7 +293,7 @@ class Driver(Host):
         if table.forward_headers != self.table.forward_headers:
             self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
-        self.pools.configure(table, self.scheduling.targets())
+        self.pools.configure(table, self.scheduling.fleet.targets())
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         self.pools.open(incarnation, name, url)
@@ -305,8 +302,16 @@ class Driver(Host):
         return self.pools.of(lease)
 
     def instances_changed(self) -> None:
-        """Close the connections to instances that left, as soon as they carry nothing."""
-        self.pools.drop_unused({target.incarnation for target in self.scheduling.targets()})
+        """Close connections to instances that left; split requests once an instance transfers its cache."""
+        self.pools.drop_unused({target.incarnation for target in self.scheduling.fleet.targets()})
+
+        scheduler = self.scheduling.scheduler
+        if self.splits is None and any(each.spec.kv_transfer for each in scheduler.instances):
+            self.splits = self.options.splits(self, scheduler, self.scheduling.carry_out)
+
+    def sampled(self) -> None:
+        if self.splits is not None:
+            self.splits.judged()
 
     # --- time ---
 
@@ -323,7 +328,7 @@ class Driver(Host):
                     except Exception as error:
                         self.guard.ended(exchange, error)
         run = self.guard.run
-        targets = self.scheduling.targets()
+        targets = self.scheduling.fleet.targets()
         if any(each.leaves_at is not None for each in targets):
             from hetlb.balancer.exchange.moves import move_all_away
 
@@ -362,8 +367,8 @@ class Driver(Host):
         self.pools.close()
 
 
-def _count(ended: list[RequestRecord], scheduling: SchedulerSide, counted: Totals) -> None:
-    models = scheduling.models
+def _count(ended: list[RequestRecord], scheduling: SchedulerDriver, counted: Totals) -> None:
+    models = scheduling.fleet.models
     for record in ended:
         # A name that was never served is a client's: it must not become a label.
         counted.finished(record, record.lease is not None or record.request.model in models)

@@ -18,10 +18,10 @@ from hetlb.balancer.core.types import Lease, Outcome, RejectReason, Request, Req
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
 from hetlb.balancer.exchange.attempt import WAITING, Attempt
+from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Answer

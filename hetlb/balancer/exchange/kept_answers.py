@@ -74,7 +74,7 @@ def kept_place(driver: Driver, response_id: str, owner: str | None) -> Place | N
     An instance that takes no requests now is a 503: later it may.
     """
     place = driver.kept.of(response_id, owner) if len(response_id) <= MOST_ID_CHARACTERS else None
-    takes = None if place is None else driver.scheduling.takes(place.instance)
+    takes = None if place is None else driver.scheduling.fleet.takes(place.instance)
     if takes is False:
         text = "The instance that keeps this response takes no requests now."
         raise Refusal(error_responses.REJECTIONS[RejectReason.NO_INSTANCE], text, 1.0)

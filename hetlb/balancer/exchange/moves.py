@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S
+from hetlb.balancer.exchange.carrier import SWEEP_S
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 
 
 def move_all_away(driver: Driver, now: float) -> None:
     """Move requests away from all instances that leave."""
-    for each in driver.scheduling.targets():
+    for each in driver.scheduling.fleet.targets():
         if each.leaves_at is not None:
             move_away(driver, each.name, each.leaves_at, now)
 

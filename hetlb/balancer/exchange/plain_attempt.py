@@ -165,7 +165,7 @@ class Plain(Attempt):
         exchange.outgoing.send(connection, lines, body)
 
     def still_served(self) -> bool:
-        return self.driver.scheduling.serves(self.sent)
+        return self.driver.scheduling.fleet.serves(self.sent)
 
     def engine_lost_idle(self) -> None:
         """Send it once more on a fresh connection. The engine may have run the request."""
@@ -439,7 +439,7 @@ class Plain(Attempt):
         still_s = now - max(self.token_at(exchange.since), self.lease.dispatched_at)
         if still_s < min(LEAST_SILENCE_S, first_byte_s, idle_s):
             return
-        hung_s = self.driver.scheduling.hung_s(self.lease, now) if self.owes.computed else 0.0
+        hung_s = self.driver.scheduling.fleet.hung_s(self.lease, now) if self.owes.computed else 0.0
         if phase is _STREAMING:
             hung = hung_s is not None and hung_s > 0.0 and hung_s > self.handling.hung_s
             if hung or (silent_s > idle_s and not _waits_on(exchange, hung_s, now)):
@@ -511,7 +511,9 @@ def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
         text = attempt.driver.token_estimator.text_ratio(record.request.model)
         record.estimated_output_tokens = tokens_of_text(answer.tail, answer.length or 0, text)
     if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
-        attempt.driver.learn_prompt(record.request.model, exchange.call, prompt)
+        call = exchange.call
+        estimator = attempt.driver.token_estimator
+        estimator.learn(record.request.model, call.text_bytes, call.media, prompt)
 
 
 def _judged(attempt: Plain, answer: EngineAnswer) -> End:
@@ -523,7 +525,7 @@ def _judged(attempt: Plain, answer: EngineAnswer) -> End:
     model = answer.model
     asked = lease.request.model
     lease.odd = form == ODD or (
-        model != "" and model != asked and not attempt.driver.scheduling.names(lease, model)
+        model != "" and model != asked and not attempt.driver.scheduling.fleet.names(lease, model)
     )
     return ends.ANSWERED
 

@@ -1,17 +1,19 @@
 """Driver of the scheduler of this process: facts go in, commands come out and are carried out at once.
 
-A process that serves alone and the scheduler process of several differ in the `Carrier`, where commands go.
+The commands go to a `Carrier`, the exchanges of the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from hetlb.balancer.clients.key_limits import Limiters
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,
@@ -35,27 +37,20 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.balancer.engines.engine_pools import Target
-from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.carrier import Carrier, DrainRate
 from hetlb.balancer.exchange.guard import policy_failed
-from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
+from hetlb.balancer.exchange.relocations import Relocations
+from hetlb.balancer.exchange.served_fleet import ServedFleet
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
-    from hetlb.balancer.clients.api_keys import LimitsTable
-    from hetlb.balancer.clients.key_limits import KeyJournal, Limiter, Limiters
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.fleet.shared_fleet import SharedBookings
-    from hetlb.balancer.telemetry.request_record import KeyTicket
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: Seconds after a pause of this process without conclusions from silence.
-_OWN_STALL_S: Final = 1.0
-#: Seconds until requests that found the budget of retries used up are looked at again.
-_NEXT_MOVES_S: Final = 0.05
 DECISIONS_KEPT: Final = 1000
 #: Requests that may wait for a look at the engines' models.
 _MOST_UNKNOWN: Final = 256
@@ -73,27 +68,28 @@ def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
     return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
 
 
-class SchedulerDriver(SchedulerSide):
-    """The scheduler of this process, driven; requests of a `splitting` driver may be split."""
+class SchedulerDriver:
+    """The scheduler of this process, driven.
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, splitting: Driver | None = None) -> None:
-        super().__init__()
+    `by_counters`: silence of an engine counts only if its own counters stand still, too.
+    """
+
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, *, by_counters: bool = False) -> None:
         self.scheduler = scheduler
         self.carrier = carrier
-        self._splitting = splitting
+        #: The fleet as exchanges see it.
+        self.fleet = ServedFleet(scheduler)
+        self.drain_rate = DrainRate(random.Random())
         #: Bookings of other processes of the fleet, None while this one is alone.
         self.view: SharedBookings | None = None
-        #: Limits of clients' keys, None where no key ever had some.
-        self._limiters: Limiters | None = None
-        self._key_journal: KeyJournal | None = None
+        #: Limits of clients' keys.
+        self.limiters = Limiters()
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
         #: Seconds that a probe may take.
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
         self.moves_busy = True
-        #: True if silence counts only where an engine's own counters stand still.
-        self.by_counters = False
         #: Takes an instance out that turned out to be this proxy.
         self.take_out: Callable[[InstanceChange], None] = self.change
         #: Looks which models the engines have and calls back; False right after another look.
@@ -104,91 +100,17 @@ class SchedulerDriver(SchedulerSide):
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
-        self._mover: asyncio.TimerHandle | None = None
-        #: Names of the instances that have stalled, as last reported.
-        self._stalled: set[str] = set()
-        self._look_for_splits()
+        self._relocations = Relocations(scheduler, carrier, self.carry_out, by_counters=by_counters)
         scheduler.contain(policy_failed)
-
-    def _look_for_splits(self) -> None:
-        driver = self._splitting
-        if driver is None or driver.splits is not None:
-            return
-        if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
-            driver.splits = driver.options.splits(driver, self.scheduler, self.carry_out)
-
-    # --- limits of keys ---
-
-    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
-        """Take limits of keys that hold from now on, by the name of the key."""
-        if limits and self._limiters is None:
-            from hetlb.balancer.clients.key_limits import Limiters
-
-            self._limiters = Limiters(self._key_journal)
-        if self._limiters is not None:
-            self._limiters.configure(limits)
-
-    def tell_of_keys(self, journal: KeyJournal | None) -> None:
-        """Tell a journal of what the limits of keys count from now on, None: nothing."""
-        self._key_journal = journal
-        if self._limiters is not None:
-            self._limiters.journal = journal
-
-    def limiter(self, owner: str | None) -> Limiter | None:
-        return None if self._limiters is None or owner is None else self._limiters.of(owner)
-
-    def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> KeyTicket | None:
-        """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
-        limiter = self.limiter(owner)
-        if limiter is None:
-            return None
-        return limiter.admit(prompt_tokens, (request.max_tokens or 0) * request.sequences, now)
-
-    # --- the fleet ---
-
-    @property
-    def models(self) -> Collection[str]:
-        return self.scheduler.fleet.ready
-
-    @property
-    def only_model(self) -> str:
-        models = self.scheduler.fleet.ready
-        if models and len({instance.spec.model for instance in self.scheduler.instances}) == 1:
-            return next(iter(models))
-        return ""
-
-    @property
-    def block_tokens(self) -> int:
-        return self.scheduler.fleet.block_tokens
-
-    @property
-    def waiting(self) -> int:
-        return len(self.scheduler.queue)
-
-    def available(self, model: str) -> bool:
-        return self.scheduler.fleet.available(model)
-
-    def takes(self, instance: str) -> bool | None:
-        known = self.scheduler.fleet.instances.get(instance)
-        return None if known is None else not known.why_not
-
-    def targets(self) -> list[Target]:
-        return [
-            Target(each.name, each.incarnation, each.spec.url, each.leaves_at)
-            for each in self.scheduler.instances
-        ]
-
-    def serves(self, lease: Lease) -> bool:
-        instance = self.scheduler.ledger.leased[lease.id]
-        if instance.evidence.state is Health.EJECTED:
-            return False
-        return instance.served is None or lease.request.model in instance.served
 
     # --- facts about requests ---
 
     def submit(self, record: RequestRecord) -> None:
-        request, now = record.request, record.arrived_at
-        record.ticket = self.admit(request, record.tenant, record.prompt_tokens_total, now)
+        """Take in a whole request. Raises `Refusal` if a limit of its key does not admit it."""
+        request, now, owner = record.request, record.arrived_at, record.tenant
+        if owner is not None and (limiter := self.limiters.of(owner)) is not None:
+            answers = (request.max_tokens or 0) * request.sequences
+            record.ticket = limiter.admit(record.prompt_tokens_total, answers, now)
         self.arrive(request, now)
 
     def arrive(self, request: Request, now: float) -> None:
@@ -216,16 +138,19 @@ class SchedulerDriver(SchedulerSide):
         return True
 
     def first_token(self, lease: Lease, now: float) -> None:
+        """Note that the answer of a lease began."""
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
-        if self.scheduler.failover.misplaced_model is not None and self.carrier.takes_back():
-            misplaced = self.scheduler.failover.misplaced()
-            self._move(misplaced, self.scheduler.on_misplaced, now, Outcome.MISPLACED)
-            self.carry_out(self.scheduler.wait_again(now))
+        if self.scheduler.failover.misplaced_model is not None:
+            self._relocations.place_misplaced(now)
 
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
     ) -> None:
+        """End a lease; with `retry` the scheduler decides about its request.
+
+        `generated`: tokens of its answer that are part of the prompt now, None if it begins again.
+        """
         started = perf_counter()
         commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
         self._end_s.append(perf_counter() - started)
@@ -233,19 +158,20 @@ class SchedulerDriver(SchedulerSide):
             self.carry_out(commands)
 
     def move(self, lease: Lease, generated: int, now: float) -> None:
+        """Ask for a place elsewhere for an answer's rest, behind `generated` tokens, though its engine lives.
+
+        A dispatch follows once there is a place; without one the lease goes on.
+        """
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
-
-    def names(self, lease: Lease, model: str) -> bool:
-        served = self.scheduler.ledger.leased[lease.id].served
-        return served is None or model in served
-
-    @property
-    def refused_kinds(self) -> bool:
-        return self.scheduler.fleet.kinds.known
 
     def refused(
         self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float
     ) -> None:
+        """Note that an engine refused or failed a request by `status`, before a byte of an answer.
+
+        `features` are the request's (`request_features.py`). Another instance may get it. `retry_after_s`:
+        seconds until a retry, None if the engine did not state any.
+        """
         commands = self.scheduler.on_refused(
             lease, status, retry_after_s, now, features=features, may_move=self.moves_busy
         )
@@ -253,23 +179,18 @@ class SchedulerDriver(SchedulerSide):
             self.carrier.turned_away(lease, _outcome_of(status))
         self.carry_out(commands)
 
-    def hung_s(self, lease: Lease, now: float) -> float | None:
-        evidence = self.scheduler.ledger.leased[lease.id].evidence
-        if evidence.works(now):
-            return None
-        if evidence.stalled_since is None or not evidence.counts(now):
-            return 0.0
-        return now - evidence.stalled_since
-
     def cancelled(self, request_id: RequestId, now: float) -> None:
+        """Forget a waiting request. Its client left."""
         self._unknown.pop(request_id, None)
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
 
     def abandon(self, request_id: RequestId, now: float) -> None:
+        """End all bookings of a request after its exchange is gone."""
         self._unknown.pop(request_id, None)
         self.carry_out(self.scheduler.abandon(request_id, now))
 
     def came_back(self, instance: str) -> None:
+        """Stop sending to an instance: its request came back to this proxy."""
         text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
         tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
         self.scheduler.fleet.instances[instance].leads_back = True
@@ -288,7 +209,6 @@ class SchedulerDriver(SchedulerSide):
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):
             self.decisions = newest(self.decisions, len(self.scheduler.instances))
-            self._look_for_splits()
             carrier.instances_changed()
         if commands or not isinstance(change, Probed):
             carrier.view_changed()
@@ -298,8 +218,7 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
-        if self._splitting is not None and self._splitting.splits is not None:
-            self._splitting.splits.judged()
+        self.carrier.sampled()
         if instance is not None and instance.asleep is not slept:
             event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
             text = "%s sleeps: it gets no requests" if instance.asleep else "%s woke up"
@@ -307,9 +226,9 @@ class SchedulerDriver(SchedulerSide):
             self.carrier.view_changed()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        known = self.block_tokens
+        known = self.fleet.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
-        if self.block_tokens != known:
+        if self.fleet.block_tokens != known:
             self.carrier.view_changed()
 
     def set_policy(self, name: str) -> None:
@@ -329,7 +248,7 @@ class SchedulerDriver(SchedulerSide):
                     command, leased[lease.id], None if lease.decode is None else leased[lease.decode.id]
                 )
             elif isinstance(command, Reject):
-                again_s = _retry_after_s(command, self.drain_rate, self.waiting, carrier.now())
+                again_s = _retry_after_s(command, self.drain_rate, len(self.scheduler.queue), carrier.now())
                 carrier.reject(command, again_s)
             elif isinstance(command, HealthChanged):
                 _log_health(command, carrier.counted)
@@ -352,55 +271,11 @@ class SchedulerDriver(SchedulerSide):
         self.carrier.ticked()
 
     def sweep(self, now: float) -> None:
-        """Check which instances work, and send elsewhere the requests that wait at others."""
-        scheduler, carrier = self.scheduler, self.carrier
-        if carrier.stalls.since(now - _OWN_STALL_S):
-            return  # bytes that came meanwhile are not read yet
-        if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
-            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self.by_counters))
-        self._tell_stalls(now)
-        if self._mover is None:
-            self._move_stranded()
-
-    def _move_stranded(self) -> None:
-        """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
-        self._mover, now = None, self.carrier.now()
-        left = self._move(self.scheduler.failover.stranded(now), self.scheduler.on_stranded, now)
-        if left and self.scheduler.placement.retries.leases:
-            self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
-
-    def _move(
-        self,
-        leases: list[Lease],
-        place: Callable[[Lease, float], list[Command]],
-        now: float,
-        outcome: Outcome = Outcome.UPSTREAM_BUSY,
-    ) -> bool:
-        """Send leases elsewhere that may be taken back; they count as `outcome`. Return True if some stay."""
-        left = False
-        for lease in leases:
-            if self.carrier.may_turn_away(lease):
-                commands = place(lease, now)
-                if lease.ended:
-                    self.carrier.turned_away(lease, outcome)
-                left = left or not lease.ended
-                self.carry_out(commands)
-        return left
-
-    def _tell_stalls(self, now: float) -> None:
-        """Log which instances have stalled, or do so no more."""
-        stalled = {each.name for each in self.scheduler.instances if each.evidence.stalled_since is not None}
-        for name in stalled - self._stalled:
-            why = self.scheduler.fleet.instances[name].evidence.why(now)
-            text = "%s has %s: it gets one request at a time"
-            tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
-            self.carrier.counted.instances[name].stalls += 1
-        for name in self._stalled - stalled:
-            if name in self.scheduler.fleet.instances:
-                tell(logger, Event.INSTANCE_MOVES, "%s goes on", name, instance=name)
-        self._stalled = stalled
+        """Do what is due, about twice a second."""
+        self._relocations.sweep(now)
 
     def count_calls(self) -> None:
+        """Count the seconds of the scheduler's calls since the last time."""
         counted = self.carrier.counted
         counted.arrival.observe_all(self._arrival_s)
         counted.end.observe_all(self._end_s)
@@ -408,11 +283,11 @@ class SchedulerDriver(SchedulerSide):
         self._end_s.clear()
 
     def close(self) -> None:
+        """Stop the timers."""
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
-        if self._mover is not None:
-            self._mover.cancel()
+        self._relocations.close()
 
 
 def _outcome_of(status: int) -> Outcome:

@@ -35,9 +35,9 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import AdminStateSet, ModelsPromised
 from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.operator_changes import (
     OperatorChange,
@@ -147,7 +147,7 @@ class FleetService(ABC):
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
         self.scheduling = scheduling = self._drive()
         scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
-        scheduling.limit(self.access.limits)
+        scheduling.limiters.configure(self.access.limits)
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
@@ -437,8 +437,7 @@ class Service(FleetService):
         estimator = TokenEstimator(fleet.token_counters)
         loop = asyncio.get_running_loop()
         driver = self.driver = Driver(fleet.file.proxy, estimator, loop, self._engines, self.options)
-        scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver)
-        return scheduling
+        return driver.drive(self.scheduler)
 
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
@@ -567,7 +566,7 @@ class Service(FleetService):
 
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
-        self.scheduling.limit(access.limits)
+        self.scheduling.limiters.configure(access.limits)
         self._watch_sleep(fleet)
 
     # --- shutdown ---

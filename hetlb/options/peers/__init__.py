@@ -29,7 +29,7 @@ def share_over(service: FleetService, table: SharedTable, transport: PeerTranspo
     sharing = Sharing(table, transport, service.scheduler, scheduling.carry_out, secrets.token_hex(6))
     sharing.share_changes(service.make, knows)
     service.sharing, scheduling.view = sharing, sharing.view
-    scheduling.tell_of_keys(sharing.share_keys(scheduling.limiter))
+    scheduling.limiters.journal = sharing.share_keys(scheduling.limiters.of)
     if isinstance(service.driver, Driver):
         sharing.share_kept(service.driver.kept)
     service.roster.on_edited = sharing.instances_changed

@@ -103,7 +103,7 @@ class Takeover:
             if service.sharing is sharing:
                 service.sharing = service.scheduling.view = service.view_folder = None
                 service.scheduler.unsubscribe(sharing.view.journal)
-                service.scheduling.tell_of_keys(None)
+                service.scheduling.limiters.journal = None
                 if sharing.kept is not None:
                     sharing.kept.tell = None
                 service.do(sharing.close())

@@ -29,12 +29,12 @@ from hetlb.balancer.core.types import (
     RequestId,
 )
 from hetlb.balancer.engines.upstream import Upstream
+from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
@@ -53,9 +53,8 @@ class PickScheduler(SchedulerDriver):
     """The scheduler of a picker: engines also have foreign requests, and Envoy moves none."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
-        super().__init__(scheduler, carrier)
+        super().__init__(scheduler, carrier, by_counters=True)  # Envoy may show nothing of an answer
         self.moves_busy = False
-        self.by_counters = True  # Envoy may show nothing of an answer
         #: Foreign requests at the engines.
         self.foreign = ForeignLoad(scheduler)
 
@@ -99,6 +98,9 @@ class PickDriver(Driver):
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Do nothing: the connections to engines are Envoy's."""
 
+    def instances_changed(self) -> None:
+        """Do nothing: no connection is to be closed, and no request has two legs."""
+
     def may_turn_away(self, lease: Lease) -> bool:
         return False  # it is with Envoy
 
@@ -137,7 +139,7 @@ class PickDriver(Driver):
         scheduling = self.picking
         scheduling.cancelled(request_id, now)
         detail = "Too many requests are waiting for an instance."
-        again_s = scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
+        again_s = scheduling.drain_rate.retry_after_s(scheduling.fleet.waiting, now)
         self.reject(Reject(request_id, RejectReason.QUEUE_FULL, detail), again_s)
 
     def fallbacks(self, count: int) -> list[str]:

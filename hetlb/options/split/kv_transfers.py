@@ -177,7 +177,7 @@ class Split(Attempt):
         head = b"%bx-request-id: %b\r\n" % (self._leg.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
             pool, head, body, self._prefilled, self._prefill_failed,
-            lambda: driver.scheduling.serves(lease), exchange.fault,
+            lambda: driver.scheduling.fleet.serves(lease), exchange.fault,
         )  # fmt: skip
         if self.state is TransferState.PREFILL:
             self._call.send()

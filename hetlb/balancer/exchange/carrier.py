@@ -1,7 +1,6 @@
-"""Both sides of a driver: the scheduler as exchanges see it, and the executor of its commands.
+"""Base of what carries out the commands of a scheduler: its clock, its counters and its sweeps.
 
-Facts go to a `SchedulerSide` (`balancer/exchange/scheduler_driver.py`). Commands go to a `Carrier`, the
-exchanges of this process (`balancer/exchange/driver.py`).
+`balancer/exchange/driver.py` has the exchanges of a process, which carry them out.
 """
 
 from __future__ import annotations
@@ -10,16 +9,13 @@ import asyncio
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
-from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
@@ -66,129 +62,6 @@ class DrainRate:
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
         return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
-
-
-class SchedulerSide(ABC):
-    """The scheduler as the exchanges of a process see it, wherever it is."""
-
-    def __init__(self) -> None:
-        self.drain_rate = DrainRate(random.Random())
-
-    # --- the fleet ---
-
-    @property
-    @abstractmethod
-    def models(self) -> Collection[str]:
-        """Every name that some instance answers to."""
-
-    @property
-    @abstractmethod
-    def only_model(self) -> str:
-        """The model of a fleet that serves one, "" of another."""
-
-    @property
-    @abstractmethod
-    def block_tokens(self) -> int:
-        """Tokens of a block of engines that publish blocks, 0 if none does or the size is unknown here."""
-
-    @property
-    @abstractmethod
-    def waiting(self) -> int:
-        """Requests that wait for an instance."""
-
-    @abstractmethod
-    def available(self, model: str) -> bool:
-        """Return True if some instance of a model takes requests, as far as this process knows."""
-
-    def takes(self, instance: str) -> bool | None:
-        """Return True if an instance takes requests, False if it does not now, None if there is none."""
-        return None
-
-    @abstractmethod
-    def targets(self) -> Collection[Target]:
-        """Return the engines that may get requests."""
-
-    @abstractmethod
-    def serves(self, lease: Lease) -> bool:
-        """Return True if the instance of a lease serves its model, as far as is known."""
-
-    # --- facts ---
-
-    @abstractmethod
-    def submit(self, record: RequestRecord) -> None:
-        """Take in a whole request. Raises `Refusal` if it is not admitted."""
-
-    @abstractmethod
-    def first_token(self, lease: Lease, now: float) -> None:
-        """Note that the answer of a lease began."""
-
-    @abstractmethod
-    def lease_ended(
-        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
-    ) -> None:
-        """End a lease; with `retry` the scheduler decides about its request.
-
-        `generated`: tokens of its answer that are part of the prompt now, None if it begins again.
-        """
-
-    @abstractmethod
-    def move(self, lease: Lease, generated: int, now: float) -> None:
-        """Ask for a place elsewhere for an answer's rest, behind `generated` tokens, though its engine lives.
-
-        A dispatch follows once there is a place; without one the lease goes on.
-        """
-
-    def names(self, lease: Lease, model: str) -> bool:
-        """Return True if the instance of a lease lists a model by this name, as far as is known."""
-        return True
-
-    @property
-    def refused_kinds(self) -> bool:
-        """True if some instance refuses some kind of request: features of requests matter."""
-        return False
-
-    @abstractmethod
-    def refused(
-        self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float
-    ) -> None:
-        """Note that an engine refused or failed a request by `status`, before a byte of an answer.
-
-        `features` are the request's (`request_features.py`). Another instance may get it. `retry_after_s`:
-        seconds until a retry, None if the engine did not state any.
-        """
-
-    def hung_s(self, lease: Lease, now: float) -> float | None:
-        """Return the seconds since the counters of an engine last moved, 0.0 if they are unknown.
-
-        None while they move, as far as this process knows.
-        """
-        return 0.0
-
-    @abstractmethod
-    def cancelled(self, request_id: RequestId, now: float) -> None:
-        """Forget a waiting request. Its client left."""
-
-    @abstractmethod
-    def abandon(self, request_id: RequestId, now: float) -> None:
-        """End all bookings of a request after its exchange is gone."""
-
-    @abstractmethod
-    def came_back(self, instance: str) -> None:
-        """Stop sending to an instance: its request came back to this proxy."""
-
-    def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
-        """Tell other processes of the `tokens` that an engine counted in prompts of text alone."""
-
-    # --- time ---
-
-    def count_calls(self) -> None:
-        """Count the seconds of the scheduler's calls since the last time."""
-
-    def sweep(self, now: float) -> None:
-        """Do what is due, about twice a second."""
-
-    def close(self) -> None:
-        """Stop the timers."""
 
 
 class StallWatch:
@@ -248,10 +121,6 @@ class Carrier(ABC):
         """Return True if a lease without any answer bytes can be taken from its engine."""
         return False
 
-    def takes_back(self) -> bool:
-        """Return True if requests can be taken from live engines, to wait again or to go to another."""
-        return False
-
     def turned_away(self, lease: Lease, outcome: Outcome) -> None:
         """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
 
@@ -270,6 +139,10 @@ class Carrier(ABC):
     @abstractmethod
     def instances_changed(self) -> None:
         """Note that an instance was added or removed, or has another administrative state."""
+
+    @abstractmethod
+    def sampled(self) -> None:
+        """Note that the metrics of an engine were read."""
 
     def view_changed(self) -> None:
         """Note that answers about the fleet (`/health`, `/v1/models`) may differ from now on."""

@@ -1,0 +1,108 @@
+"""Requests without a byte of an answer that another instance gets instead.
+
+Example: an instance stands still while three requests wait there. Each of them is taken back, and the
+scheduler places it again. The same is done if an instance turned out to be slower than it was thought.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Lease, Outcome
+from hetlb.balancer.exchange.carrier import Carrier
+from hetlb.balancer.telemetry.events import Event, tell
+
+logger = logging.getLogger("hetlb.proxy")
+
+#: Seconds after a pause of this process without conclusions from silence.
+_OWN_STALL_S: Final = 1.0
+#: Seconds until requests that found the budget of retries used up are looked at again.
+_NEXT_MOVES_S: Final = 0.05
+
+
+class Relocations:
+    """Watch for instances that stand still, and mover of the requests that wait at the wrong instance.
+
+    `by_counters`: silence counts only if an engine's own counters stand still, too.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        carrier: Carrier,
+        carry_out: Callable[[list[Command]], None],
+        *,
+        by_counters: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._carrier = carrier
+        self._carry_out = carry_out
+        self._by_counters = by_counters
+        self._mover: asyncio.TimerHandle | None = None
+        #: Names of the instances that have stalled, as last reported.
+        self._stalled: set[str] = set()
+
+    def sweep(self, now: float) -> None:
+        """Check which instances work, and send elsewhere the requests that wait at others."""
+        scheduler, carrier = self._scheduler, self._carrier
+        if carrier.stalls.since(now - _OWN_STALL_S):
+            return  # bytes that came meanwhile are not read yet
+        if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
+            self._carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self._by_counters))
+        self._tell_stalls(now)
+        if self._mover is None:
+            self._move_stranded()
+
+    def place_misplaced(self, now: float) -> None:
+        """Place requests again whose instance was taken for faster than it is."""
+        scheduler = self._scheduler
+        self._move(scheduler.failover.misplaced(), scheduler.on_misplaced, now, Outcome.MISPLACED)
+        self._carry_out(scheduler.wait_again(now))
+
+    def _move_stranded(self) -> None:
+        """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
+        self._mover, now, scheduler = None, self._carrier.now(), self._scheduler
+        stranded = scheduler.failover.stranded(now)
+        left = self._move(stranded, scheduler.on_stranded, now, Outcome.UPSTREAM_BUSY)
+        if left and scheduler.placement.retries.leases:
+            self._mover = self._carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
+
+    def _move(
+        self,
+        leases: list[Lease],
+        place: Callable[[Lease, float], list[Command]],
+        now: float,
+        outcome: Outcome,
+    ) -> bool:
+        """Send leases elsewhere that may be taken back; they count as `outcome`. Return True if some stay."""
+        left = False
+        for lease in leases:
+            if self._carrier.may_turn_away(lease):
+                commands = place(lease, now)
+                if lease.ended:
+                    self._carrier.turned_away(lease, outcome)
+                left = left or not lease.ended
+                self._carry_out(commands)
+        return left
+
+    def _tell_stalls(self, now: float) -> None:
+        """Log which instances have stalled, or do so no more."""
+        stalled = {each.name for each in self._scheduler.instances if each.evidence.stalled_since is not None}
+        for name in stalled - self._stalled:
+            why = self._scheduler.fleet.instances[name].evidence.why(now)
+            text = "%s has %s: it gets one request at a time"
+            tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
+            self._carrier.counted.instances[name].stalls += 1
+        for name in self._stalled - stalled:
+            if name in self._scheduler.fleet.instances:
+                tell(logger, Event.INSTANCE_MOVES, "%s goes on", name, instance=name)
+        self._stalled = stalled
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._mover is not None:
+            self._mover.cancel()
