@@ -29,6 +29,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 #: once in a while.
 COMPILED = (
     "balancer/core/*.py",
+    "balancer/core/evidence/*.py",
     "balancer/core/policies/*.py",
     *(
         f"balancer/clients/{name}.py"

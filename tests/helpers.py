@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import settings
 
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.predictor import Predictor

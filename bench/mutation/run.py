@@ -75,7 +75,7 @@ MODULES = {
             "hetlb/balancer/core/scheduler.py",
             "hetlb/balancer/core/ledger.py",
             "hetlb/balancer/core/placement.py",
-            "hetlb/balancer/core/retry_budget.py",
+            "hetlb/balancer/core/evidence/retries.py",
         ),
         (
             *(
@@ -90,12 +90,12 @@ MODULES = {
             ),
             *(f"hetlb.balancer.core.ledger.xǁLedgerǁ{name}" for name in ("book", "drop", "grant")),
             "hetlb.balancer.core.placement.xǁPlacementǁbook",
-            *(f"hetlb.balancer.core.retry_budget.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
+            *(f"hetlb.balancer.core.evidence.retries.xǁRetriesǁ{name}" for name in ("forget", "allowed")),
         ),
         LEDGER_TESTS,
     ),
     "health": Module(
-        ("hetlb/balancer/core/evidence.py",), (), HEALTH_TESTS
+        ("hetlb/balancer/core/evidence/health.py",), (), HEALTH_TESTS
     ),
     "admission": Module(("hetlb/balancer/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(

@@ -28,14 +28,9 @@ from hetlb.balancer.clients import connection
 from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core import (
-    client_answers,
-    evidence_table,
-    fair_shares,
-    predictor,
-    prefix_index,
-    refused_kinds,
-)
+from hetlb.balancer.core import fair_shares, predictor, prefix_index
+from hetlb.balancer.core.evidence import clients, kinds
+from hetlb.balancer.core.evidence import table as evidence_table
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
@@ -481,10 +476,10 @@ def limits_page() -> str:
             f"{prefix_index.MOST_UNUSED_NODES:,}, and the room of the KV caches",
             "the one unused for longest goes",
         ),
-        ("clients that lost an answer", f"{client_answers._MOST_CLIENTS}", "the oldest goes"),
+        ("clients that lost an answer", f"{clients._MOST_CLIENTS}", "the oldest goes"),
         (
             "kinds of requests that an instance refused; clients that asked for them",
-            f"{refused_kinds._MOST_KINDS} each",
+            f"{kinds._MOST_KINDS} each",
             "the oldest goes",
         ),
     )

@@ -9,7 +9,7 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.client_answers import ClientAnswers
+from hetlb.balancer.core.evidence.clients import ClientAnswers
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Outcome, PassOn, Request
 from hetlb.tools.sim.integrity import check_scheduler
@@ -65,7 +65,7 @@ def test_one_client_that_loses_everywhere_moves_nothing(
         ask(scheduler, request(2 * i, subset=subset, **own), set("abc"), now, how)
         assert ask(scheduler, request(2 * i + 1, client="10.0.0.1", tenant="other"), set(), now, how)
         scheduler.on_sweep({}, now)
-        doubts += sum(each.evidence.doubted for each in scheduler.instances)
+        doubts += sum(each.evidence.answers.doubted for each in scheduler.instances)
     assert doubts == 0
     check_scheduler(scheduler)
 
@@ -87,7 +87,7 @@ def test_an_instance_that_loses_everything_is_found_also_by_one_client(
     # A trial every three seconds; a broken stream cannot be tried elsewhere.
     assert lost <= (10 if how is Outcome.BROKEN_STREAM or bad == "ab" else 1) * len(bad) + 4
     # One answer says nothing: the client may never come again to the one that lost it.
-    doubted = {each.name for each in scheduler.instances if each.evidence.doubted}
+    doubted = {each.name for each in scheduler.instances if each.evidence.answers.doubted}
     assert doubted == {name for name in bad if tried[name] > 1}
 
 

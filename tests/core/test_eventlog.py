@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import kv_need
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.length_samples import LengthDistribution

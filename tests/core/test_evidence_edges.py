@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.evidence import EJECTION_JITTER_SHARE, Evidence
-from hetlb.balancer.core.evidence_table import EJECTION_S, FALL_PROBES, RISE_PROBES, Verdict, verdict
+from hetlb.balancer.core.evidence.health import EJECTION_JITTER_SHARE, HealthState
+from hetlb.balancer.core.evidence.table import EJECTION_S, FALL_PROBES, RISE_PROBES, Verdict, verdict
 from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
@@ -24,11 +24,11 @@ class Fixed(random.Random):
         return self.drawn
 
 
-def tracker(state: Health = Health.UP, drawn: float = 0.5) -> Evidence:
-    return Evidence(Fixed(drawn), 0.0, state)
+def tracker(state: Health = Health.UP, drawn: float = 0.5) -> HealthState:
+    return HealthState(Fixed(drawn), state)
 
 
-def eject(health: Evidence, now: float = 0.0) -> list[bool]:
+def eject(health: HealthState, now: float = 0.0) -> list[bool]:
     """Have as many probes fail as eject it."""
     return [health.on_probe(FAILED, now) for _ in range(FALL_PROBES)]
 

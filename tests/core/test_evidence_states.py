@@ -1,4 +1,4 @@
-"""Every row of the transition table in `hetlb.balancer.core.evidence_table`."""
+"""Every row of the transition table in `hetlb.balancer.core.evidence.table`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.evidence import EJECTION_JITTER_SHARE, Evidence
-from hetlb.balancer.core.evidence_table import (
+from hetlb.balancer.core.evidence.health import EJECTION_JITTER_SHARE, HealthState
+from hetlb.balancer.core.evidence.table import (
     EJECTION_S,
     FALL_PROBES,
     FLAPPING_S,
@@ -17,8 +17,8 @@ from hetlb.balancer.core.evidence_table import (
 from hetlb.balancer.core.types import Health, ProbeResult
 
 
-def tracker(state: Health = Health.UP) -> Evidence:
-    return Evidence(random.Random(0), 0.0, state)
+def tracker(state: Health = Health.UP) -> HealthState:
+    return HealthState(random.Random(0), state)
 
 
 @pytest.mark.parametrize("state", [Health.UP, Health.SUSPECT])
@@ -89,7 +89,7 @@ def test_one_that_flaps_and_is_alone_waits_for_nothing() -> None:
 
 def test_an_engine_that_says_it_loads_is_out_at_once_and_back_when_it_is_ready() -> None:
     for state in (Health.SUSPECT, Health.UP):
-        health = Evidence(random.Random(1), 0.0, state)
+        health = HealthState(random.Random(1), state)
         assert health.unproven is (state is Health.SUSPECT)
         assert health.on_probe(ProbeResult.LOADING, 0.0, detail="loading: it lists no model")
         assert (health.state, health.reason) == (Health.EJECTED, "loading: it lists no model")

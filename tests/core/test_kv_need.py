@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import kv_need
-from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Outcome

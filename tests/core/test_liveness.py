@@ -14,7 +14,7 @@ from helpers import MODEL, examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.types import (

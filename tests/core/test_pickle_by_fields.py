@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers import FAST, request, spec
 
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits

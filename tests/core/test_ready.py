@@ -243,7 +243,7 @@ def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [""])
     trial = {"b": "a gets a trial"}
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [""])
-    scheduler.instances[1].evidence.doubted = True
+    scheduler.instances[1].evidence.answers.doubted = True
     scheduler.instances[1].evidence.trial = 1
     scheduler.instances[0].evidence.trial = 2
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, ["", ""])

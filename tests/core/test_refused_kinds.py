@@ -7,7 +7,7 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.refused_kinds import RefusedKinds
+from hetlb.balancer.core.evidence.kinds import RefusedKinds
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Outcome, PassOn, Request
 from hetlb.tools.sim.integrity import check_scheduler
@@ -60,7 +60,7 @@ def test_a_kind_goes_where_it_is_answered(
     assert asked_at_a <= (8 if features or status in (413,) else 12)
     if policy != "rr" and (status not in (404, 501) or features):
         assert others_at_a >= 0.9 * others
-    assert not any(each.evidence.doubted for each in scheduler.instances)
+    assert not any(each.evidence.answers.doubted for each in scheduler.instances)
     check_scheduler(scheduler)
 
 

@@ -182,7 +182,7 @@ def test_an_answer_that_is_passed_on_leaves_the_notes_of_before() -> None:
     assert scheduler.on_refused(lease, 503, 1.0, 0.3) == [PassOn(1, lease)]
     for _ in range(2):
         scheduler.on_instance(Probed("a", ProbeResult.OK), 0.4)
-    assert named(scheduler, "a").evidence.state is Health.UP
+    assert named(scheduler, "a").evidence.health.state is Health.UP
     assert rejected(drops(scheduler, lease)) is RejectReason.NO_RESPONSE
 
 
@@ -444,4 +444,4 @@ def test_an_answer_that_blames_the_request_counts_as_ended_well() -> None:
         )
         ejected += [each for each in commands if isinstance(each, HealthChanged)]
     assert not ejected
-    assert named(scheduler, "a").evidence.state is Health.UP
+    assert named(scheduler, "a").evidence.health.state is Health.UP

@@ -300,7 +300,7 @@ def test_an_answer_by_the_engine_brings_a_suspect_up(outcome: Outcome) -> None:
     commands = scheduler.on_lease_ended(lease, outcome, 0.2)
     changes = [command for command in commands if isinstance(command, HealthChanged)]
     assert [(c.instance, c.health) for c in changes] == [("a", Health.UP)]
-    assert scheduler.instances[0].evidence.state is Health.UP
+    assert scheduler.instances[0].evidence.health.state is Health.UP
 
 
 def test_lengths_are_learnt_for_each_sequence() -> None:

@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             instance = next(i for i in self.scheduler.instances if i.name == lease.instance)
             assert instance.incarnation == lease.incarnation
             assert instance.admin is AdminState.READY
-            assert instance.evidence.state is not Health.EJECTED
+            assert instance.evidence.health.state is not Health.EJECTED
             assert lease.id not in self.leases
             assert lease.request.id not in {other.request.id for other in self.leases.values()}
             if not self.roles:  # every instance of the model is shown once, in file order

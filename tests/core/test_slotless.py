@@ -93,14 +93,14 @@ def test_a_session_is_no_trial_of_an_instance_in_doubt() -> None:
         outcome = Outcome.UPSTREAM_ERROR if lease.instance == "a" else Outcome.OK
         lease.output_tokens = 50
         scheduler.on_lease_ended(lease, outcome, 0.1)
-    assert lost.evidence.doubted
+    assert lost.evidence.answers.doubted
     for number in range(10, 40):
         assert session(scheduler, number, 10.0).instance == "b"
     assert not lost.evidence.trial
     assert dispatched(scheduler.on_arrival(request(50), 10.0)).instance == "a", "the trial is a request"
     # Where the only instance is in doubt, sessions go there and leave the trial to others.
     alone = fleet("a")
-    alone.fleet.instances["a"].evidence.doubted = True
+    alone.fleet.instances["a"].evidence.answers.doubted = True
     alone.fleet.reindex(0.0)
     assert session(alone, 1, 1.0).instance == "a"
     assert not alone.fleet.instances["a"].evidence.trial
@@ -115,14 +115,14 @@ def test_answers_of_the_server_alone_prove_nothing_about_the_engine() -> None:
         if lease.instance == "b":
             scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 0.0)
     sweeps(scheduler, 0.0, 10.0)
-    assert hung.evidence.stalled_since is not None
+    assert hung.evidence.silence.stalled_since is not None
     for number in range(10, 30):
         asked = request(number, prompt=1, max_tokens=None, sequences=0, generates=False)
         lease = dispatched(scheduler.on_arrival(asked, 10.0))
         assert lease.instance == "b", "not where the engine stands"
         scheduler.on_first_token(lease, 10.1)
         scheduler.on_lease_ended(lease, Outcome.OK, 10.2)
-    assert hung.evidence.stalled_since is not None
+    assert hung.evidence.silence.stalled_since is not None
 
 
 def test_clients_that_leave_a_long_poll_or_a_session_say_nothing_about_its_engine() -> None:
@@ -130,7 +130,7 @@ def test_clients_that_leave_a_long_poll_or_a_session_say_nothing_about_its_engin
     for number in range(1, 21):
         lease = session(scheduler, number, 0.0, agreed=bool(number % 2))
         scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 60.0)
-    assert [each.evidence.lost for each in scheduler.instances] == [0.0, 0.0]
+    assert [each.evidence.answers.lost for each in scheduler.instances] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("status", [400, 429, 503])
@@ -145,7 +145,7 @@ def test_a_refused_session_teaches_no_limit_and_no_doubt(status: int) -> None:
             commands = scheduler.on_refused(lease, status, None, 0.1)
         assert commands == [PassOn(number, lease)]
         scheduler.on_lease_ended(lease, Outcome.UPSTREAM_REFUSED, 0.1)
-    assert [each.evidence.limit(0.2) for each in scheduler.instances] == [math.inf, math.inf]
+    assert [each.evidence.room.limit(0.2) for each in scheduler.instances] == [math.inf, math.inf]
     assert [each.evidence.why(0.2) for each in scheduler.instances] == ["", ""]
     assert len(running) == 4
 

@@ -166,7 +166,7 @@ def test_one_that_never_answers_is_doubted_beside_one_slower_than_was_guessed() 
         lease = dispatched(scheduler.on_arrival(request(number), now))
         outcome = Outcome.NO_RESPONSE if lease.instance == "b" else Outcome.CLIENT_GONE
         scheduler.on_lease_ended(lease, outcome, now, retry=False)
-    assert b.evidence.doubted
+    assert b.evidence.answers.doubted
 
 
 def test_its_own_answers_take_the_place_of_what_others_show() -> None:

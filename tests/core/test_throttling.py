@@ -7,8 +7,8 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.evidence import BUSY_CAP_S
-from hetlb.balancer.core.evidence_table import MOST_PAUSE_S, HealthParams
+from hetlb.balancer.core.evidence.room import BUSY_CAP_S
+from hetlb.balancer.core.evidence.table import MOST_PAUSE_S, HealthParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -58,7 +58,7 @@ def test_a_busy_engine_s_request_goes_to_another_once_and_counts_for_nothing() -
     second = dispatched(scheduler.on_refused(first, 503, 7.0, 0.1))
     assert (first.instance, second.instance, second.request.id) == ("a", "b", 1)
     assert first.ended
-    assert all(each.evidence.state is Health.UP for each in scheduler.instances)
+    assert all(each.evidence.health.state is Health.UP for each in scheduler.instances)
     # Two runs in all: the second engine's answer is the client's.
     assert scheduler.on_refused(second, 503, 7.0, 0.2) == [PassOn(1, second)]
     assert not second.ended
@@ -140,7 +140,7 @@ def bring_back(scheduler: Scheduler, name: str, now: float) -> None:
     scheduler.on_instance(Probed(name, ProbeResult.REFUSED), now)
     for _ in range(2):
         scheduler.on_instance(Probed(name, ProbeResult.OK), now)
-    assert instance(scheduler, name).evidence.state is Health.UP
+    assert instance(scheduler, name).evidence.health.state is Health.UP
 
 
 def saturate(scheduler: Scheduler, first_id: int, now: float, count: int = 400) -> list[Lease]:
@@ -222,7 +222,7 @@ def test_a_network_that_was_away_is_no_restart() -> None:
     scheduler.on_instance(Probed("b", ProbeResult.OK), 2.0)
     scheduler.on_scrape("b", EngineSample(began=1000.0), 2.0)
     scheduler.on_instance(Probed("b", ProbeResult.OK), 3.0)
-    assert instance(scheduler, "b").evidence.state is Health.UP
+    assert instance(scheduler, "b").evidence.health.state is Health.UP
     assert not instance(scheduler, "b").evidence.active(3.0)
 
 
@@ -349,14 +349,14 @@ def test_refused_connections_eject_whatever_is_left() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "rr")
     for name in "ab":
         scheduler.on_instance(Probed(name, ProbeResult.REFUSED), 0.0)
-    assert all(each.evidence.state is Health.EJECTED for each in scheduler.instances)
+    assert all(each.evidence.health.state is Health.EJECTED for each in scheduler.instances)
 
 
 def test_the_only_one_is_not_ejected_for_probes_that_time_out() -> None:
     scheduler = make_scheduler([roomy("a")], "hetlb")
     for _ in range(10):
         scheduler.on_instance(Probed("a", ProbeResult.FAILED), 0.0)
-    assert scheduler.instances[0].evidence.state is Health.SUSPECT
+    assert scheduler.instances[0].evidence.health.state is Health.SUSPECT
     assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "a"
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from helpers import MODEL, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.evidence import Evidence, lower_share
-from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S
+from hetlb.balancer.core.evidence.evidence import Evidence
+from hetlb.balancer.core.evidence.lost_answers import lower_share
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
@@ -63,7 +64,7 @@ def test_an_instance_that_refuses_at_once_draws_no_work(
         scheduler.on_sweep({}, now)
     assert lost <= 10
     assert 10.0 <= back_at <= 15.0 or policy == "single" or back_at == 0.0
-    assert not evidence(scheduler, "a").doubted
+    assert not evidence(scheduler, "a").answers.doubted
     check_scheduler(scheduler)
 
 
@@ -85,7 +86,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> No
             running.append(lease)
         while len(running) > 5:
             whole(scheduler, running.pop(0), now)
-        assert not any(each.evidence.lost for each in scheduler.instances), i
+        assert not any(each.evidence.answers.lost for each in scheduler.instances), i
     check_scheduler(scheduler)
 
 
@@ -125,7 +126,7 @@ def test_one_that_breaks_one_answer_of_five_is_in_doubt_and_stays_so(client: str
         else:
             whole(scheduler, lease, now)
         scheduler.on_sweep({}, now)
-        doubted += now > 10.0 and evidence(scheduler, "a").doubted
+        doubted += now > 10.0 and evidence(scheduler, "a").answers.doubted
     assert doubted >= 200
     check_scheduler(scheduler)
 
@@ -161,7 +162,7 @@ def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
             whole(scheduler, lease, now)
         scheduler.on_sweep({}, now)
     assert visits <= 12
-    assert evidence(scheduler, "a").doubted
+    assert evidence(scheduler, "a").answers.doubted
     assert dispatched(scheduler.on_arrival(request(100, model="lora"), 10.0)).instance in "ab"
 
 
@@ -187,7 +188,7 @@ def test_a_full_queue_is_a_limit_and_no_fault() -> None:
     assert dispatched(scheduler.on_arrival(request(9), 0.2)).instance == "b"
     whole(scheduler, held[0], 0.3)
     assert dispatched(scheduler.on_arrival(request(10), 0.4)).instance == "a", "a place is free"
-    assert evidence(scheduler, "a").lost == 0.0
+    assert evidence(scheduler, "a").answers.lost == 0.0
     check_scheduler(scheduler)
 
 
@@ -206,7 +207,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     known(scheduler)
     lease = dispatched(scheduler.on_arrival(request(1, subset=None, streamed=True), 1.0))
     hung, now = lease.instance, 1.0
-    while evidence(scheduler, hung).stalled_since is None:
+    while evidence(scheduler, hung).silence.stalled_since is None:
         now += 0.5
         scheduler.on_sweep({}, now)
         assert now < 10.0
@@ -221,7 +222,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     other = dispatched(scheduler.on_arrival(request(3, streamed=True), later + MOST_PAUSE_S))
     assert (trial.instance, other.instance != hung) == (hung, True)
     scheduler.on_first_token(trial, later + MOST_PAUSE_S)
-    assert evidence(scheduler, hung).stalled_since is None
+    assert evidence(scheduler, hung).silence.stalled_since is None
     check_scheduler(scheduler)
 
 
@@ -233,12 +234,12 @@ def test_counters_that_move_are_work_and_counters_that_stand_are_none() -> None:
     for second in range(2, 60):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=10 + second), float(second))
         scheduler.on_sweep({}, second + 0.5)
-        assert evidence(scheduler, "a").stalled_since is None
+        assert evidence(scheduler, "a").silence.stalled_since is None
     for second in range(60, 70):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=69), float(second))
         scheduler.on_sweep({}, second + 0.5)
-    assert evidence(scheduler, "a").stalled_since is not None
-    assert not evidence(scheduler, "a").works(70.0)
+    assert evidence(scheduler, "a").silence.stalled_since is not None
+    assert not evidence(scheduler, "a").silence.works(70.0)
     scheduler.on_first_token(lease, 70.0)
 
 

@@ -78,7 +78,7 @@ async def test_an_instance_whose_requests_still_run_is_not_idle(tmp_path: Path) 
         [found] = documents(scheduler, running.service.totals.recent, {"m": scheduler.instances}, 0.0)
         assert [each["work_share"] for each in found["instances"]] == [0.5, 0.5]
         assert found["balanced"]
-        scheduler.instances[0].evidence.stalled_since = 0.0
+        scheduler.instances[0].evidence.silence.stalled_since = 0.0
         [found] = documents(scheduler, running.service.totals.recent, {"m": scheduler.instances}, 0.0)
         assert found["sentence"] == "i1 is the only one that takes requests (i0 is stalled)."
         one.released.set()

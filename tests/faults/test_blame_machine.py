@@ -189,9 +189,9 @@ class BlameMachine(RuleBasedStateMachine):
         now = self.proxy.loop.time()
         for instance in self.proxy.scheduler.instances:
             known = instance.evidence
-            assert known.state is Health.UP, f"{instance.name}: {known.reason}"
-            assert not known.doubted, f"{instance.name}: {known.why(now)}"
-            assert known.clean, f"{instance.name} is held to have failed"
+            assert known.health.state is Health.UP, f"{instance.name}: {known.health.reason}"
+            assert not known.answers.doubted, f"{instance.name}: {known.why(now)}"
+            assert known.health.clean, f"{instance.name} is held to have failed"
         self.clients = [each for each in self.clients if not each.closed]
 
     def teardown(self) -> None:

@@ -92,7 +92,7 @@ class FleetMachine(RuleBasedStateMachine):
             if isinstance(command, HealthChanged):
                 live = next((i for i in self.scheduler.instances if i.name == command.instance), None)
                 # What is said of an incarnation that is gone is a test of its own, below.
-                if live is not None and live.evidence.state is command.health is not Health.UP:
+                if live is not None and live.evidence.health.state is command.health is not Health.UP:
                     assert live.name in self.tainted, f"never unwell: {live.name}: {command.reason}"
             elif isinstance(command, Dispatch):
                 lease, fault = command.lease, self.faults[command.lease.instance]
@@ -276,7 +276,7 @@ class FleetMachine(RuleBasedStateMachine):
         for instance in self.scheduler.instances:
             assert instance.in_flight >= 0
             if instance.name not in self.tainted:
-                assert instance.evidence.state is not Health.EJECTED
+                assert instance.evidence.health.state is not Health.EJECTED
 
     def teardown(self) -> None:
         """All instances recover: all requests are served, all instances are back, all ledgers are empty."""
@@ -298,7 +298,9 @@ class FleetMachine(RuleBasedStateMachine):
         self.owes_nothing_else()
         for instance in self.scheduler.instances:
             assert (instance.work_ns, instance.kv_tokens, instance.in_flight) == (0, 0, 0)
-            assert instance.evidence.state is Health.UP, f"{instance.name}: {instance.evidence.reason}"
+            assert instance.evidence.health.state is Health.UP, (
+                f"{instance.name}: {instance.evidence.health.reason}"
+            )
         self.arrive(count=1, prompt=10, body=1, tenant=None, priority=0)
         assert self.leases, "a fleet that is well and idle does not take a request"
         for lease in list(self.leases.values()):

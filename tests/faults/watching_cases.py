@@ -14,7 +14,7 @@ from faults.rig import Rig
 from faults.upstream_cases import refused, whole
 from helpers import HANG_S
 
-from hetlb.balancer.core.evidence_table import FALL_PROBES
+from hetlb.balancer.core.evidence.table import FALL_PROBES
 
 GOOD = METRICS % (1, 0.25)
 

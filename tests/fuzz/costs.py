@@ -20,7 +20,7 @@ from itertools import pairwise
 from proxy.memory import End, Proxy
 
 from hetlb import turns
-from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind

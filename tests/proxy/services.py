@@ -145,7 +145,9 @@ class Running:
 
     async def up(self, name: str) -> None:
         """Wait until the watcher found an instance to be up."""
-        await turns_until(lambda: name in self.names and self.instance(name).evidence.state is Health.UP)
+        await turns_until(
+            lambda: name in self.names and self.instance(name).evidence.health.state is Health.UP
+        )
 
     async def settled(self) -> None:
         """Wait until no request is open, then check that nothing of one is left."""

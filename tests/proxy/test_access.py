@@ -655,4 +655,4 @@ async def test_no_work_goes_to_a_server_that_refuses_the_key_of_hetlb(tmp_path: 
             assert [each["cause"] for each in status["causes"]] == ["key_refused"]
             assert "i0 refuses hetlb's key (401)" in status["advice"]
             locked.key = KEY
-            await turns_until(lambda: running.instance("i0").evidence.state is Health.UP)
+            await turns_until(lambda: running.instance("i0").evidence.health.state is Health.UP)

@@ -143,4 +143,4 @@ async def test_answers_that_are_odd_at_all_change_nothing(start: Start, alike: b
         body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":90}'
         for _ in range(30):
             assert (await ask(proxy, post(body, path=path))).status == 200
-        assert not any(each.evidence.doubted for each in proxy.scheduler.instances)
+        assert not any(each.evidence.answers.doubted for each in proxy.scheduler.instances)

@@ -30,7 +30,7 @@ async def test_another_instance_takes_what_a_busy_one_turns_away(
         await proxy.settled()
     [exchange] = proxy.exchanges
     assert (exchange.outcome, exchange.retries) == ("ok", 1)
-    assert all(each.evidence.state is Health.UP for each in proxy.scheduler.instances)
+    assert all(each.evidence.health.state is Health.UP for each in proxy.scheduler.instances)
     assert proxy.driver.totals.instances["i0"].requests == {"upstream_busy": 1}
 
 

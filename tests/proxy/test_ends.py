@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.evidence_table import Verdict, verdict
+from hetlb.balancer.core.evidence.table import Verdict, verdict
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.exchange.ends import ENDS, End
@@ -47,13 +47,13 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False)
     known = one.evidence
     if verdict(end.told) is Verdict.ABSENT:
-        assert known.state is Health.EJECTED
+        assert known.health.state is Health.EJECTED
     elif verdict(end.told) is Verdict.LOST:
-        assert known.doubted
+        assert known.answers.doubted
     else:
-        assert known.state is Health.UP
-        assert not known.doubted
-        assert known.clean
+        assert known.health.state is Health.UP
+        assert not known.answers.doubted
+        assert known.health.clean
 
 
 def test_every_transition_leads_on_and_every_phase_can_end() -> None:

@@ -37,7 +37,7 @@ async def test_why_an_instance_is_not_used_is_shown(tmp_path: Path) -> None:
         fleet = document(engine)
         fleet["models"][0]["instances"].append({"name": "lost", "url": "http://lost.invalid:80"})
         async with serving(tmp_path, fleet) as running:
-            await turns_until(lambda: "lost.invalid" in running.instance("lost").evidence.reason)
+            await turns_until(lambda: "lost.invalid" in running.instance("lost").evidence.health.reason)
             [model] = (await running.admin("GET", "/v1/fleet")).json["models"]
             shown = {each["name"]: each["health_reason"] for each in model["instances"]}
             assert shown["lost"].startswith("the name has no address: lost.invalid: ")

@@ -262,7 +262,7 @@ def test_a_stalled_server_is_named() -> None:
 def test_a_server_that_refuses_what_others_serve_is_named() -> None:
     fleet = Watched("ab")
     for each in fleet.scheduler.instances:
-        each.evidence.well = 5.0
+        each.evidence.answers.well = 5.0
     refuses = fleet.scheduler.instances[0]
     for _ in range(8):
         refuses.evidence.ended_badly(0, 0.0, "", "", fleet.now)
@@ -276,7 +276,7 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
     fleet.end(12, Outcome.UPSTREAM_REFUSED)
     found = fleet.look()
     assert (found["state"], causes(found)) == ("busy", [("client_errors", "")])
-    assert not any(each.evidence.doubted for each in fleet.scheduler.instances)
+    assert not any(each.evidence.answers.doubted for each in fleet.scheduler.instances)
 
 
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:
@@ -400,11 +400,11 @@ def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() ->
     one = fleet.scheduler.instances[0]
     for _ in range(4):
         one.evidence.ended_badly(0, 0.0, "", "", fleet.now)
-    one.evidence.odd_at = fleet.now
+    one.evidence.answers.odd_at = fleet.now
     fleet.scheduler.fleet.judge(one, fleet.now)
     found = fleet.look()
     assert causes(found) == [("wrong_answers", "a"), ("key_refused", "b")]
-    assert "4 of a's last 4 answers were wrong; the other servers' were not" in found["advice"]
+    assert "a answered 4 of its last 4 requests wrong; the other servers did not" in found["advice"]
     assert found["advice"].endswith("And 1 more: see causes.")
 
 

@@ -59,7 +59,9 @@ def make() -> Iterator[Callable[..., Proxy]]:
 
 def healthy(proxy: Proxy) -> bool:
     return all(
-        each.evidence.state is Health.UP and not each.evidence.doubted and each.evidence.clean
+        each.evidence.health.state is Health.UP
+        and not each.evidence.answers.doubted
+        and each.evidence.health.clean
         for each in proxy.scheduler.instances
     )
 

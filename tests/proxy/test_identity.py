@@ -9,7 +9,7 @@ import pytest
 from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 
-from hetlb.balancer.core.evidence_table import RISE_PROBES
+from hetlb.balancer.core.evidence.table import RISE_PROBES
 from hetlb.balancer.core.types import AdminState, Probed, ProbeResult
 
 #: No probe comes while a test runs: what is found out is found out by the requests themselves.
@@ -59,7 +59,7 @@ async def test_after_a_reconnect_no_request_goes_to_an_engine_that_still_loads(t
             waits = asyncio.create_task(running.ask())
             await turns_until(lambda: len(running.scheduler.queue) == 1)
             assert len(engine.asked) == asked
-            assert running.scheduler.instances[0].evidence.reason == "loading: it lists no model"
+            assert running.scheduler.instances[0].evidence.health.reason == "loading: it lists no model"
             engine.served = "m"
             name = running.scheduler.instances[0].name
             for _ in range(RISE_PROBES):

@@ -341,7 +341,7 @@ async def test_retries_and_ejections(tmp_path: Path) -> None:
         await one.__aexit__()
         for _ in range(4):
             assert (await running.ask()).status == 200
-        await turns_until(lambda: running.instance("i0").evidence.state.value == "ejected")
+        await turns_until(lambda: running.instance("i0").evidence.health.state.value == "ejected")
         found = await page(running)
     assert value(found, "hetlb_instance_ejections_total", server="i0") == 1
     assert value(found, "hetlb_instance_ejections_total", server="i1") == 0

@@ -54,7 +54,7 @@ async def test_a_body_that_is_no_answer_is_a_failure(start: Start, body: bytes) 
         answer = await ask(proxy, post(ASK))
         assert (answer.status, answer.body) == (200, body)
         [instance] = proxy.scheduler.instances
-        assert (instance.evidence.lost, instance.evidence.well) == (1.0, 0.0)
+        assert (instance.evidence.answers.lost, instance.evidence.answers.well) == (1.0, 0.0)
     assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
 
 
@@ -65,7 +65,7 @@ async def test_a_stream_without_a_token_is_a_failure(start: Start, events: bytes
         answer = await ask(proxy, post(ASK_STREAM))
         assert (answer.status, answer.clean) == (200, True)
         [instance] = proxy.scheduler.instances
-        assert (instance.evidence.lost, instance.evidence.well) == (1.0, 0.0)
+        assert (instance.evidence.answers.lost, instance.evidence.answers.well) == (1.0, 0.0)
     assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
 
 
@@ -116,7 +116,7 @@ async def test_comments_alone_are_a_stream_that_broke_off(start: Start) -> None:
         assert answer.body.startswith(b": ping\n\n: ping\n\n")
         assert b"without [DONE]" in answer.body
         [instance] = proxy.scheduler.instances
-        assert (instance.evidence.lost, instance.evidence.well) == (1.0, 0.0)
+        assert (instance.evidence.answers.lost, instance.evidence.answers.well) == (1.0, 0.0)
     assert [outcome for outcome, _, _ in proxy.ended] == ["broken_stream"]
 
 

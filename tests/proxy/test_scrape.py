@@ -15,7 +15,7 @@ from aiohttp import web
 from helpers import HANG_S, free_port
 
 from hetlb.balancer.config.fleet_tables import ScrapeTable
-from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,

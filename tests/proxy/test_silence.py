@@ -24,7 +24,7 @@ def stalled(proxy: Any, *, counters: bool) -> None:
         if counters:
             for at in (now - 1.0, now):
                 proxy.scheduler.on_scrape(each.name, EngineSample(1, 0, 0.1, generated=7), at)
-        each.evidence.stalled_since = now - LONG_S
+        each.evidence.silence.stalled_since = now - LONG_S
     sweep(proxy)
 
 

@@ -254,7 +254,7 @@ async def test_an_engine_behind_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     async with Engine(tls=authority.server()) as engine:
         async with serving(tmp_path, with_authority(document(engine), authority)) as running:
-            assert running.instance("i0").evidence.state is Health.UP
+            assert running.instance("i0").evidence.health.state is Health.UP
             assert running.instance("i0").sample is not None
             for _ in range(3):
                 reply = await running.ask()
@@ -282,7 +282,7 @@ async def test_an_engine_whose_certificate_does_not_hold(
         fleet["models"][0]["instances"][0]["ca_file"] = (authority if trusted else other).file.name
         async with serving(tmp_path, fleet) as running:
             # Nothing reached it: no probe, no request, no key. The other one serves.
-            assert running.instance("i0").evidence.state is not Health.UP
+            assert running.instance("i0").evidence.health.state is not Health.UP
             for _ in range(4):
                 reply = await running.ask()
                 assert (reply.status, reply.headers["x-hetlb-instance"]) == (200, "i1")
@@ -306,7 +306,7 @@ async def test_an_engine_that_speaks_no_tls(tmp_path: Path, caplog: pytest.LogCa
             port = server.sockets[0].getsockname()[1]
             fleet["models"][0]["instances"][0]["url"] = f"https://127.0.0.1:{port}"
             async with serving(tmp_path, fleet) as running:
-                assert running.instance("i0").evidence.state is not Health.UP
+                assert running.instance("i0").evidence.health.state is not Health.UP
                 for _ in range(2):
                     assert (await running.ask()).headers["x-hetlb-instance"] == "i1"
     [line] = said(caplog.records, "i0: it does not speak TLS ")
@@ -379,7 +379,7 @@ async def test_authorities_of_engines_are_read_again(tmp_path: Path) -> None:
         other = Authority(tmp_path, "other")
         fleet = with_authority(document(engine), other)
         async with serving(tmp_path, fleet) as running:
-            assert running.instance("i0").evidence.state is not Health.UP
+            assert running.instance("i0").evidence.health.state is not Health.UP
             other.file.write_bytes(authority.file.read_bytes())
             assert (await running.admin("POST", "/v1/reload")).status == 200
             await running.up("i0")

@@ -31,7 +31,7 @@ async def test_a_stream_of_which_only_the_head_came_is_answered_by_another(start
     assert proxy.ended == [("ok", "answer", 200)]
     assert proxy.driver.totals.retries == 1
     # It counts as a failure of the one that died, as a dropped request does.
-    assert [each.evidence.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
+    assert [each.evidence.health.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
 
 
 @DIES
@@ -125,7 +125,7 @@ async def test_the_first_tokens_of_a_trial_are_kept_until_there_are_some(
     async with Upstream(script) as one, Upstream(STREAM) as two:
         proxy = await start(one.url, two.url)
         if trial:
-            proxy.scheduler.instances[0].evidence.doubted = True
+            proxy.scheduler.instances[0].evidence.answers.doubted = True
             proxy.scheduler.fleet.reindex(proxy.driver.now())
         asked = asyncio.create_task(ask(proxy, post(ASK_STREAM)))
         await one.visit()

@@ -14,7 +14,9 @@ import pytest
 from fuzz import costs
 from proxy.memory import End, Proxy
 
-from hetlb.balancer.core import client_answers, fair_shares, predictor, refused_kinds
+from hetlb.balancer.core import fair_shares, predictor
+from hetlb.balancer.core.evidence import clients as of_clients
+from hetlb.balancer.core.evidence import kinds
 from hetlb.balancer.telemetry import counters
 from hetlb.build import compiled
 
@@ -105,9 +107,9 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Clients:
     monkeypatch.setattr(predictor, "MOST_TENANTS", 64)
     monkeypatch.setattr(counters, "MAX_ACCOUNTS", 64)
     monkeypatch.setattr(fair_shares, "_IDLE_TENANTS", 64)
-    monkeypatch.setattr(client_answers, "_MOST_CLIENTS", 64)
-    monkeypatch.setattr(refused_kinds, "_MOST_KINDS", 64)
-    monkeypatch.setattr(refused_kinds, "_MOST_ASKERS", 64)
+    monkeypatch.setattr(of_clients, "_MOST_CLIENTS", 64)
+    monkeypatch.setattr(kinds, "_MOST_KINDS", 64)
+    monkeypatch.setattr(kinds, "_MOST_ASKERS", 64)
     found = Clients(well=False)
     found.proxy.scheduler.fleet.prefixes.most_unused = 64
     return found

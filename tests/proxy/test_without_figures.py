@@ -72,13 +72,13 @@ async def test_it_is_up_and_answers(doors: dict[str, bytes], version: str | None
     async with Server(doors) as server:
         async with serving(tmp_path, document(server, scrape={"interval_s": 0.05})) as running:
             instance = running.scheduler.instances[0]
-            assert instance.evidence.state is Health.UP
+            assert instance.evidence.health.state is Health.UP
             assert instance.served == ("m",)
             assert running.service.watch.versions.get(instance.name) == version
             assert (await running.ask()).status == 200
             asked = len(server.asked)
             await turns_until(lambda: len(server.asked) > asked + 2)
-            assert instance.evidence.state is Health.UP
+            assert instance.evidence.health.state is Health.UP
             assert instance.sample is None, "a page without figures counts as one"
             reply = await asyncio.to_thread(status_of, f"http://127.0.0.1:{running.port}/api/chat")
             assert reply == 404  # Ollama's own protocol is not passed on

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.demand import Demand
-from hetlb.balancer.core.evidence_table import KEY_REFUSED
+from hetlb.balancer.core.evidence.table import KEY_REFUSED
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
@@ -155,31 +155,26 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
     if each.asleep or each.sleep.reason:
         return None
-    flaps = each.evidence.ejections
+    flaps = each.evidence.health.ejections
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
         return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
-    if KEY_REFUSED in each.evidence.reason:
-        sentence = each.evidence.reason.replace("it", name, 1)
+    if KEY_REFUSED in each.evidence.health.reason:
+        sentence = each.evidence.health.reason.replace("it", name, 1)
         return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
-    if not each.routable or each.evidence.state is not Health.UP:
-        reason = f" ({each.evidence.reason})" if each.evidence.reason else ""
+    if not each.routable or each.evidence.health.state is not Health.UP:
+        reason = f" ({each.evidence.health.reason})" if each.evidence.health.reason else ""
         return StateCause("dead", name, f"{name} is down{reason}", next_step_of(each))
-    if evidence.stalled_since is not None:
+    if evidence.silence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
         return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
-    if evidence.doubted:
-        wrong = now - evidence.odd_at <= WRONG_S
-        count = f"{evidence.lost:.0f} of {name}'s last {evidence.lost + evidence.well:.0f} answers"
-        if wrong:
-            advice = f"Send {name} a request by hand: no text, another model, or always the same?"
-            sentence = f"{count} were wrong; the other servers' were not"
-            return StateCause("wrong_answers", name, sentence, advice)
-        advice = "Check its API key, model name and limits."
-        sentence = (
-            f"{name} failed {evidence.lost:.0f} of its last {evidence.lost + evidence.well:.0f} requests"
-        )
-        return StateCause("refuses", name, f"{sentence}; the other servers did not", advice)
+    if evidence.answers.doubted:
+        told = f"{name} failed {evidence.answers.told} requests; the other servers did not"
+        if now - evidence.answers.odd_at > WRONG_S:
+            return StateCause("refuses", name, told, "Check its API key, model name and limits.")
+        told = f"{name} answered {evidence.answers.told} requests wrong; the other servers did not"
+        advice = f"Send {name} a request by hand: no text, another model, or always the same?"
+        return StateCause("wrong_answers", name, told, advice)
     if each.leaves_at is not None:
         left_s = max(0.0, each.leaves_at - now)
         return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", "Its work moves: do nothing.")
@@ -205,7 +200,7 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
-    if each.pageless and each.evidence.well:
+    if each.pageless and each.evidence.answers.well:
         sentence = f"{name} has no /metrics: its load is known by hetlb's own requests alone"
         return StateCause("no_metrics", name, sentence, f"Let hetlb read /metrics of {name}.")
     if stale_s > STALE_S:
@@ -218,7 +213,7 @@ def next_step_of(each: Instance) -> str:
     """Return what to do about an instance that is down."""
     from hetlb.balancer.engines.engine_mistakes import next_step
 
-    return next_step(each.evidence.reason)
+    return next_step(each.evidence.health.reason)
 
 
 def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:

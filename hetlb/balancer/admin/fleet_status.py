@@ -168,7 +168,7 @@ def _of_model(
     ]
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
-    able = [each for each in instances if each.routable and each.evidence.state is Health.UP]
+    able = [each for each in instances if each.routable and each.evidence.health.state is Health.UP]
     served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     rate = _arrival_rate(scheduler, recent, model, now)
     total = len(instances)
@@ -312,7 +312,7 @@ def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     if len(held) == len(instances):
         return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
     dead = [each for each in instances if each.admin is AdminState.READY]
-    reason = f" ({dead[0].evidence.reason})" if dead[0].evidence.reason else ""
+    reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
     step = next_step_of(dead[0])
     if len(dead) > 1:
         step = step.replace("Start it, or check its network.", "Start one, or check the network.")

@@ -313,7 +313,7 @@ def _instances(source: FleetService, now: float) -> Iterator[Family]:
     yield (
         "hetlb_instance_health",
         [
-            (f'{label},health="{state.value}"', each.evidence.state is state)
+            (f'{label},health="{state.value}"', each.evidence.health.state is state)
             for state in Health
             for label, each in of
         ],

@@ -22,7 +22,7 @@ from hetlb.balancer.config.fleet_tables import (
     Resume,
     gpu_of,
 )
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.balancer.core.backlog import Backlog
-from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, Verdict, verdict
+from hetlb.balancer.core.evidence.retries import MOST_MOVES, Attempts
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.retry_budget import MOST_MOVES, Attempts
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 
 #: Multiple of the forecast, and seconds, of a client's wait without a byte. A later leave is a lost answer.
@@ -58,15 +58,15 @@ class Failover:
         evidence, fleet, says = instance.evidence, self._fleet, verdict(outcome)
         changed = False
         if says is Verdict.ABSENT:
-            changed = evidence.on_absent(now)
+            changed = evidence.health.on_absent(now)
             evidence.forget()
         elif says is not Verdict.NOTHING:
-            changed = evidence.on_answering()
+            changed = evidence.health.on_answering()
         if fleet.kinds.by_key:
             fleet.kinds.ended(lease.request, instance.name, lease.id)
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
             if outcome is Outcome.UPSTREAM_ERROR and lease.first_token_at is not None:
-                evidence.odd_at = now  # a 200 without an answer
+                evidence.answers.odd_at = now  # a 200 without an answer
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
             else:
@@ -81,10 +81,10 @@ class Failover:
         It counts only against an instance without other answers for a while.
         """
         for each, before, status, _ in known.failures:
-            if not is_refusal(status) and not each.evidence.lost_as_elsewhere():
+            if not is_refusal(status) and not each.evidence.answers.lost_as_elsewhere():
                 self._fleet.not_lost(each, before, now)
         known.failures.clear()
-        if instance.evidence.lost_as_elsewhere():
+        if instance.evidence.answers.lost_as_elsewhere():
             self._fleet.lost(instance, lease, now)
         lease.judged = True
 
@@ -111,7 +111,7 @@ class Failover:
         found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
         if found is not None and with_room:
             evidence = found.instance.evidence
-            if evidence.standing(now) is not None or found.instance.sequences >= evidence.limit(now):
+            if evidence.standing(now) is not None or found.instance.sequences >= evidence.room.limit(now):
                 found = None
         if found is None:
             placement.take_failed(rest.id)
@@ -141,8 +141,8 @@ class Failover:
         """Return leases without a byte of an answer on ejected or stalled instances."""
         found: list[Lease] = []
         for instance in self._fleet.instances.values():
-            ejected = instance.evidence.state is Health.EJECTED
-            if not instance.leases or not (ejected or instance.evidence.stalled_since is not None):
+            ejected = instance.evidence.health.state is Health.EJECTED
+            if not instance.leases or not (ejected or instance.evidence.silence.stalled_since is not None):
                 continue
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
@@ -194,7 +194,7 @@ class Failover:
         if ready is None or (known is not None and known.runs >= MOST_MOVES):
             return []
         instance = self._ledger.leased[lease.id]
-        if instance.evidence.state is not Health.EJECTED and not retries.allowed(self.slots_taken):
+        if instance.evidence.health.state is not Health.EJECTED and not retries.allowed(self.slots_taken):
             return []
         commands = self.move(lease, ready, now, ran=True)
         if commands:

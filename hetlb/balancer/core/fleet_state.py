@@ -7,16 +7,16 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.client_answers import ClientAnswers, client_of, kind_of, session_of, traffic_of
-from hetlb.balancer.core.evidence import Evidence
-from hetlb.balancer.core.evidence_table import MEMORY_S
+from hetlb.balancer.core.evidence.clients import ClientAnswers, client_of, kind_of, session_of, traffic_of
+from hetlb.balancer.core.evidence.evidence import Evidence
+from hetlb.balancer.core.evidence.kinds import RefusedKinds
+from hetlb.balancer.core.evidence.table import MEMORY_S
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.refused_kinds import RefusedKinds
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Lease, Request
@@ -141,13 +141,13 @@ class FleetState:
     def restarted(self, instance: Instance, now: float) -> None:
         """Note that the process of an instance is new: its prefix cache is empty; it starts slowly."""
         self.emptied(instance)
-        instance.evidence.gone = False
+        instance.evidence.health.gone = False
         instance.evidence.forget()
         self.kinds.forget(instance.name)
-        if instance.evidence.state is Health.UP:
-            instance.evidence.begin_slow_start(self._params.slow_start_s, now)
+        if instance.evidence.health.state is Health.UP:
+            instance.evidence.room.begin_slow_start(self._params.slow_start_s, now)
         else:
-            instance.evidence.restarted = True
+            instance.evidence.room.restarted = True
 
     def emptied(self, instance: Instance) -> None:
         """Note that the prefix cache of an instance is empty."""
@@ -194,7 +194,7 @@ class FleetState:
             instance.began = began
         if known is None or began <= known:  # an earlier start is another server's at its address
             if began == known:
-                instance.evidence.gone = False
+                instance.evidence.health.gone = False
             return False
         self.restarted(instance, now)
         return True
@@ -204,7 +204,7 @@ class FleetState:
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False
-        ended = [instance.evidence.end_slow_start() for instance in ready.able]
+        ended = [instance.evidence.room.end_slow_start() for instance in ready.able]
         return any(ended)
 
     def reindex(self, now: float) -> None:
@@ -239,12 +239,14 @@ class FleetState:
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
         """Rebuild the results of an instance's health."""
-        if instance.evidence.state is Health.UP and (instance.evidence.restarted or instance.evidence.gone):
+        if instance.evidence.health.state is Health.UP and (
+            instance.evidence.room.restarted or instance.evidence.health.gone
+        ):
             self.restarted(instance, now)
         self.reindex(now)
         if instance.removed:  # its name may be another's by now
             return []
-        return [HealthChanged(instance.name, instance.evidence.state, instance.evidence.reason)]
+        return [HealthChanged(instance.name, instance.evidence.health.state, instance.evidence.health.reason)]
 
     # --- evidence ---
 
@@ -277,7 +279,7 @@ class FleetState:
         counts = self._odd_counts(traffic, kind, instance)
         instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, kind, traffic, now)
         if counts:
-            instance.evidence.odd_at = now
+            instance.evidence.answers.odd_at = now
             self.kinds.avoid(lease.request, instance.name, now)
         else:  # this traffic is answered alike elsewhere: it may go there again
             for each in self._peers(instance):
@@ -295,7 +297,7 @@ class FleetState:
         """Take back a lost answer: another instance lost the same request."""
         request = lease.request
         if request.sequences:
-            instance.evidence.not_lost(client_of(request), session_of(request))
+            instance.evidence.answers.not_lost(client_of(request), session_of(request))
             self.kinds.not_avoided(request, instance.name)
             self.judge(instance, now)
 
@@ -306,9 +308,9 @@ class FleetState:
         """
         changed, peers = False, self._peers(instance)
         for each in peers:
-            each.evidence.weigh(self.clients, each.incarnation)
+            each.evidence.answers.weigh(self.clients, each.incarnation)
         for each in peers:
-            if each is instance or each.evidence.excess > 0.0:
+            if each is instance or each.evidence.answers.excess > 0.0:
                 among = peers if each is instance else self._peers(each)
                 changed = each.evidence.judge([peer.evidence for peer in among], now) or changed
         if changed:
@@ -329,15 +331,15 @@ class FleetState:
         self._watched_at = now
         for instance in self.instances.values():
             evidence = instance.evidence
-            evidence.age(now)
+            evidence.answers.age(now)
             sample = instance.sample
-            if not by_counters or (evidence.counts(now) and sample is not None and sample.running):
+            if not by_counters or (evidence.silence.counts(now) and sample is not None and sample.running):
                 changed = instance.watch(tokens_at.get(instance.name), now) or changed
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
-            if evidence.excess > 0.0:
+            if evidence.answers.excess > 0.0:
                 changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from hetlb.balancer.core.evidence import Evidence
-from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
+from hetlb.balancer.core.evidence.evidence import Evidence
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.instance_ledger import InstanceLedger
 from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_NUM_SEQS, ChangeCounter
@@ -125,8 +125,8 @@ class Instance(InstanceLedger):
             return "draining" if self.admin is AdminState.DRAIN else "in maintenance"
         if self.sleep.reason:
             return self.sleep.reason
-        if self.evidence.state is Health.EJECTED:
-            return f"ejected: {self.evidence.reason}"
+        if self.evidence.health.state is Health.EJECTED:
+            return f"ejected: {self.evidence.health.reason}"
         return "asleep" if self.asleep else ""
 
     @property
@@ -181,7 +181,7 @@ class Instance(InstanceLedger):
         self._occupancy = None
         self.sample, self.slot_times = sample, None
         self.sample_at, self.pageless = now, False
-        self.evidence.read(sample.generated, now)
+        self.evidence.silence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
         if more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
             more = 0  # the two counts are of different moments
@@ -227,7 +227,7 @@ class Instance(InstanceLedger):
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""
-        if self.evidence.silent_since is not None:
+        if self.evidence.silence.silent_since is not None:
             self._waiting_seen = 0
             return
         running = sample.running or 0
@@ -288,10 +288,10 @@ class Instance(InstanceLedger):
         What passed without one until then is no evidence about its speed.
         """
         evidence = self.evidence
-        since = evidence.silent_since
+        since = evidence.silence.silent_since
         if since is not None:
             self._stood(since, now)
-            evidence.silent_since = None
+            evidence.silence.silent_since = None
         return evidence.token(now)
 
     def watch(self, token_at: float | None, now: float) -> bool:
@@ -300,8 +300,8 @@ class Instance(InstanceLedger):
         Called about twice a second.
         """
         evidence = self.evidence
-        changed = token_at is not None and token_at > evidence.token_at and self.token(token_at)
-        counts = evidence.counts(now)
+        changed = token_at is not None and token_at > evidence.silence.token_at and self.token(token_at)
+        counts = evidence.silence.counts(now)
         since, need_s, late_s = math.inf, 0.0, 0.0
         least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
         stands_s = least_s
@@ -320,8 +320,8 @@ class Instance(InstanceLedger):
                 stands_s = STANDS_S
                 break
         changed = evidence.watch(since, need_s, late_s, stands_s, least_s, now) or changed
-        if evidence.silent_since is not None:
-            self._stood(evidence.silent_since, now)
+        if evidence.silence.silent_since is not None:
+            self._stood(evidence.silence.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import Demand, Mix
+from hetlb.balancer.core.evidence.retries import Retries
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger
@@ -21,7 +22,6 @@ from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
-from hetlb.balancer.core.retry_budget import Retries
 from hetlb.balancer.core.types import (
     AdminState,
     Candidate,
@@ -298,7 +298,7 @@ class Placement:
         """Return True if an instance that has not had a retried request may be up again in time."""
         tried, subset = self.retries.attempts[request.id].tried, request.subset
         for each in ready.instances:
-            comes = each.evidence.state is Health.EJECTED and each.admin is AdminState.READY
+            comes = each.evidence.health.state is Health.EJECTED and each.admin is AdminState.READY
             if comes and each.name not in tried and (subset is None or each.name in subset):
                 return True
         return False

@@ -55,7 +55,7 @@ class ReadyInstances:
         self.instances = instances
         routable = [each for each in instances if not each.why_not]
         #: Instances that take requests, in any role.
-        self.up = [each for each in routable if each.evidence.state is Health.UP] or routable
+        self.up = [each for each in routable if each.evidence.health.state is Health.UP] or routable
         #: Reasons of the instances that get no whole request: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         #: Choices of a request that may go to all of `able`.
@@ -182,14 +182,14 @@ class ReadyInstances:
             # was only estimated must not shut out everyone. The largest engine has the last word.
             longest = max(instance.longest_request_tokens or 0 for instance in able)
             fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
-        up = [instance for instance in fitting if instance.evidence.state is Health.UP]
+        up = [instance for instance in fitting if instance.evidence.health.state is Health.UP]
         chosen = up or fitting
         if len(chosen) < len(able):
             for instance in able:
                 if instance not in fitting:
                     excluded[instance.name] = "too small for prompt and max_tokens"
                 elif instance not in chosen:
-                    excluded[instance.name] = f"suspect: {instance.evidence.reason}"
+                    excluded[instance.name] = f"suspect: {instance.evidence.health.reason}"
         return Choices(chosen, excluded)
 
 

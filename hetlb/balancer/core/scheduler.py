@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.backlog import Backlog
+from hetlb.balancer.core.evidence.retries import MOST_MOVES
 from hetlb.balancer.core.failover import Failover, is_refusal
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
@@ -22,7 +23,6 @@ from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue, WaitingElsewhere
 from hetlb.balancer.core.ready import least_tokens
-from hetlb.balancer.core.retry_budget import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
     AdminStateSet,
@@ -208,7 +208,7 @@ class Scheduler:
         if retries.leases:  # another instance answers: the retry is an ordinary lease now
             retries.leases.discard(lease.id)
             self.failover.answered_elsewhere(lease.request)
-        if instance.evidence.on_answering():
+        if instance.evidence.health.on_answering():
             return self.fleet.health_changed(instance, now)
         return []
 
@@ -251,7 +251,7 @@ class Scheduler:
                     )
                 if self.queue.held:
                     self.backlog.predict_again()
-            if evidence.on_answering(whole=True):
+            if evidence.health.on_answering(whole=True):
                 commands = self.fleet.health_changed(instance, now)
             fleet = self.fleet
             if fleet.clients.known and request.sequences:
@@ -305,9 +305,9 @@ class Scheduler:
         known, ready = retries.attempts.get(request.id), fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         refusal, busy = is_refusal(status), status in (429, 503)
-        if busy and others > 0 and request.sequences and not evidence.doubted:
+        if busy and others > 0 and request.sequences and not evidence.answers.doubted:
             lease.judged = True
-            instance.evidence.is_full(others, retry_after_s, now)
+            instance.evidence.room.is_full(others, retry_after_s, now)
             fleet.reindex(now)
         elif busy and request.sequences and retry_after_s is not None:
             evidence.asked(retry_after_s, now)
@@ -449,7 +449,7 @@ class Scheduler:
         elif isinstance(change, Probed):
             certain = change.result is ProbeResult.REFUSED or change.result is ProbeResult.LOADING
             alone = not certain and not fleet.has_another(instance)
-            if not instance.evidence.on_probe(change.result, now, alone=alone, detail=change.detail):
+            if not instance.evidence.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self.backlog.flush(now)
         elif isinstance(change, CapacityLearned):

@@ -54,7 +54,7 @@ class HostTimes:
     def wanted(self, instance: Instance) -> bool:
         """Return whether an instance is free for a measurement, and none was in vain too often."""
         free = not instance.in_flight and not instance.asleep and instance.spec.kv_transfer is None
-        up = instance.admin is AdminState.READY and instance.evidence.state is Health.UP
+        up = instance.admin is AdminState.READY and instance.evidence.health.state is Health.UP
         known = instance.name in self._watch.models and instance.name not in self._running
         return free and up and known and self._tries.get(_key(instance), 0) < _TRIES
 

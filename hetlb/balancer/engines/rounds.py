@@ -124,6 +124,10 @@ class Rounds:
 
     def _matters(self, instance: Instance, now: float) -> bool:
         """Return True if news of an instance may matter at once."""
-        if instance.in_flight or instance.evidence.state is not Health.UP or instance.evidence.wary(now):
+        if (
+            instance.in_flight
+            or instance.evidence.health.state is not Health.UP
+            or instance.evidence.wary(now)
+        ):
             return True
         return instance.asleep and len(self._scheduler.queue) > 0

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable, ScrapeTable
-from hetlb.balancer.core.evidence_table import KEY_REFUSED
+from hetlb.balancer.core.evidence.table import KEY_REFUSED
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -239,7 +239,7 @@ class EngineWatch:
             async with asyncio.timeout(_LOOK_UP_S):
                 for instance in self._scheduler.instances:
                     seen = self._seen.get(instance.name)
-                    if seen is not None and instance.evidence.state is Health.UP:
+                    if seen is not None and instance.evidence.health.state is Health.UP:
                         looks.append(asyncio.create_task(self._read_models(instance.name, seen, instance)))
                         await asyncio.sleep(self._rounds.pause_s if len(looks) % _AT_ONCE == 0 else 0)
                 await asyncio.gather(*looks, return_exceptions=True)
@@ -253,7 +253,7 @@ class EngineWatch:
     def model_list(self) -> list[dict[str, Any]]:
         union: dict[str, dict[str, Any]] = {}
         for instance in self._scheduler.instances:
-            if instance.evidence.state is Health.EJECTED:
+            if instance.evidence.health.state is Health.EJECTED:
                 continue
             entries = self.models.get(instance.name)
             if entries is None and instance.spec.model:
@@ -304,7 +304,9 @@ class EngineWatch:
         seen.looked_at = now
         instance = self._scheduler.fleet.instances.get(name)
         evidence = None if instance is None else instance.evidence
-        answers = evidence is not None and evidence.state is Health.UP and evidence.token_at > since
+        answers = (
+            evidence is not None and evidence.health.state is Health.UP and evidence.silence.token_at > since
+        )
         result: ProbeResult | None = ProbeResult.OK
         detail = ""
         # The answers of one that answers are the better probe; of an idle one its page is one now and then.
@@ -547,7 +549,7 @@ def reads_rank(version: str) -> bool:
 def _unready(path: str, status: int, instance: Instance | None) -> tuple[ProbeResult, str]:
     """Return the result of a probe that a page answers by a status; an engine that loads says 503."""
     text = f"{path} answers {status}"
-    if status == 503 and (instance is None or instance.evidence.unproven):
+    if status == 503 and (instance is None or instance.evidence.health.unproven):
         return ProbeResult.LOADING, f"loading: {text}"
     return ProbeResult.FAILED, text
 
@@ -560,9 +562,9 @@ def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
 
 def _log_absent(instance: Instance) -> None:
     """Log that an engine did not answer the first round of probes, if so."""
-    if instance.evidence.state is Health.UP:
+    if instance.evidence.health.state is Health.UP:
         return
-    url, reason = instance.spec.url, instance.evidence.reason
+    url, reason = instance.spec.url, instance.evidence.health.reason
     tell(
         logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; serving with the others",
         instance.name, url, reason, instance=instance.name, url=url, reason=reason,

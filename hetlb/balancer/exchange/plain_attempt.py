@@ -12,7 +12,7 @@ from typing import Final
 
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S
 from hetlb.balancer.core.rejections import DROPPED
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Lease, Outcome, RejectReason

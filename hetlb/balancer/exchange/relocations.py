@@ -91,7 +91,9 @@ class Relocations:
 
     def _tell_stalls(self, now: float) -> None:
         """Log which instances have stalled, or do so no more."""
-        stalled = {each.name for each in self._scheduler.instances if each.evidence.stalled_since is not None}
+        stalled = {
+            each.name for each in self._scheduler.instances if each.evidence.silence.stalled_since is not None
+        }
         for name in stalled - self._stalled:
             why = self._scheduler.fleet.instances[name].evidence.why(now)
             text = "%s has %s: it gets one request at a time"

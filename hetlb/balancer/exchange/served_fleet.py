@@ -64,7 +64,7 @@ class ServedFleet:
     def serves(self, lease: Lease) -> bool:
         """Return True if the instance of a lease serves its model."""
         instance = self.scheduler.ledger.leased[lease.id]
-        if instance.evidence.state is Health.EJECTED:
+        if instance.evidence.health.state is Health.EJECTED:
             return False
         return instance.served is None or lease.request.model in instance.served
 
@@ -79,8 +79,8 @@ class ServedFleet:
         None while they move.
         """
         evidence = self.scheduler.ledger.leased[lease.id].evidence
-        if evidence.works(now):
+        if evidence.silence.works(now):
             return None
-        if evidence.stalled_since is None or not evidence.counts(now):
+        if evidence.silence.stalled_since is None or not evidence.silence.counts(now):
             return 0.0
-        return now - evidence.stalled_since
+        return now - evidence.silence.stalled_since

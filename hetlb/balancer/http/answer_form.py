@@ -2,7 +2,7 @@
 
 `WRONG` is no answer: an error for a finish reason, no choice, nothing but a role. `ODD` may be one: another
 model's name, no finish reason, a token or two, blanks, one character again and again, JSON for a stream. It
-counts only if other instances answer the same traffic otherwise (`core/client_answers.py`). All else is
+counts only if other instances answer the same traffic otherwise (`core/evidence/clients.py`). All else is
 `GOOD`.
 """
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, Final, get_args
 
 from hetlb.balancer.core.block_index import KINDS, KvEventBatch
-from hetlb.balancer.core.evidence_table import HealthParams
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel

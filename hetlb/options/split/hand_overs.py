@@ -156,11 +156,11 @@ class HandOvers(Splitting):
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self._ledger.leased
         source, target = leased[lease.id], leased[decode.id]
-        if decode.incoming and (target.removed or target.evidence.state is Health.EJECTED):
+        if decode.incoming and (target.removed or target.evidence.health.state is Health.EJECTED):
             return self.unsplit(lease, Outcome.OK, now)
         self._end_prefill(lease, decode, now)
         commands: list[Command] = []
-        if source.evidence.on_answering(whole=True):
+        if source.evidence.health.on_answering(whole=True):
             commands = self._scheduler.fleet.health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)

@@ -143,7 +143,7 @@ class Waker:
                 self._tell(place)
             return
         if place.table.command is not None:
-            asleep = instance.evidence.state is Health.EJECTED
+            asleep = instance.evidence.health.state is Health.EJECTED
         else:
             asleep = instance.asleep and now - place.since >= (_STALE_S if place.wake_s else 0.0)
         if asleep:

@@ -14,7 +14,7 @@ from proxy.upstreams import PLAIN_BODY
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
-from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.types import Health
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.calls import receive

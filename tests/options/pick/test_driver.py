@@ -65,6 +65,6 @@ async def test_an_engine_whose_counters_stand_still_gets_trials_alone(
         driver.picking.sample(held.instance, EngineSample(1, 0, 0.1, generated=7 if told else None))
         driver.picking.sweep(clock)
     breaker = scheduler.fleet.instances[held.instance].evidence
-    assert (breaker.stalled_since is not None) is told
+    assert (breaker.silence.stalled_since is not None) is told
     scheduler.on_lease_ended(held, Outcome.CLIENT_GONE, clock)
     driver.close()

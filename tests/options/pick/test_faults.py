@@ -222,7 +222,9 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_said(
             else:
                 assert (reply.status, reply.json) == (503, {"error": "later"})
         told = [
-            each for each in made.picker.scheduler.instances if each.evidence.limit(began + 29.0) < math.inf
+            each
+            for each in made.picker.scheduler.instances
+            if each.evidence.room.limit(began + 29.0) < math.inf
         ]
         assert len(told) == (0 if retries else 1)
         assert made.outcomes.count("upstream_busy") == (0 if retries else 1)

@@ -173,7 +173,7 @@ async def serving(
     await service.start()
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):
-            while any(each.evidence.state.value != "up" for each in service.scheduler.instances):
+            while any(each.evidence.health.state.value != "up" for each in service.scheduler.instances):
                 await asyncio.sleep(0.01)
             yield service, session
     finally:

@@ -10,7 +10,7 @@ from helpers import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.options.split.fetch_checks import (
     FETCHED,

@@ -164,7 +164,7 @@ async def test_a_fault_of_this_machine_on_the_decode_leg_ends_the_request(
         await fleet.idle()
         driver = fleet.service.driver
         assert outcomes(driver.totals) == ["ok", "local_fault"]
-        assert all(each.evidence.state.value == "up" for each in fleet.service.scheduler.instances)
+        assert all(each.evidence.health.state.value == "up" for each in fleet.service.scheduler.instances)
         assert await fleet.ask(stream=stream) == (200, WHOLE, "e1", "e0")
         await fleet.idle()
         assert fleet.handovers == {"done": 2}

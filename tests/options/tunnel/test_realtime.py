@@ -371,7 +371,7 @@ async def test_the_client_leaves(tmp_path: Path) -> None:
             visit.left.set()
             await running.settled()
             assert ended(running) in (["ok"], ["client_gone"])
-            assert running.instance("i0").evidence.state == "up"
+            assert running.instance("i0").evidence.health.state == "up"
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def _out(instance: Instance, now: float) -> str:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.sleep.reason:
         return instance.sleep.reason
-    if instance.evidence.state is Health.EJECTED:
+    if instance.evidence.health.state is Health.EJECTED:
         return "ejected"
     if instance.asleep:
         return "asleep"
-    if instance.evidence.stalled_since is not None:
+    if instance.evidence.silence.stalled_since is not None:
         return "stalled"
     return "held back" if instance.evidence.standing(now) is not None else ""
 

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.client_answers import session_of
+from hetlb.balancer.core.evidence.clients import session_of
 from hetlb.balancer.core.types import Request
 
 #: Model, path and field of a kind; "" and "" and the client.

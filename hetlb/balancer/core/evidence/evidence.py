@@ -1,0 +1,175 @@
+"""Evidence about one instance in four parts, and its trials while it is restrained.
+
+It obeys `table.py`: changes of the state, restraints of an instance that is up (trials alone, or less), and
+the facts that change either. With any excess of lost answers an instance also gets trials beside its requests
+by score: old evidence does not leave it idle.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.evidence import table
+from hetlb.balancer.core.evidence.health import HealthState
+from hetlb.balancer.core.evidence.lost_answers import Answers
+from hetlb.balancer.core.evidence.room import Room
+from hetlb.balancer.core.evidence.silence import Silence
+from hetlb.balancer.core.types import Health
+
+
+@mypyc_attr(acyclic=True)
+class Evidence:
+    """Evidence about one incarnation of one instance, and its trials."""
+
+    __slots__ = ("_pause_s", "answers", "asked_until", "health", "next_trial_at", "room", "silence", "trial")
+
+    def __init__(self, rng: random.Random, now: float, state: Health = Health.SUSPECT) -> None:
+        self.health = HealthState(rng, state)
+        self.answers = Answers(now)
+        self.silence = Silence(now)
+        self.room = Room()
+        #: Time before which it asked for no requests (`retry-after`).
+        self.asked_until = -math.inf
+        #: Lease id of the current trial, 0 for none.
+        self.trial = 0
+        self.next_trial_at = -math.inf
+        self._pause_s = table.PAUSE_S
+
+    # --- facts ---
+
+    def ended_well(self, now: float) -> bool:
+        """Count an answer that ended well. Return True if it is evidence against a doubt."""
+        self.silence.token_at = now
+        if not self.answers.ended_well():
+            return False
+        self._begin_trials(now)
+        return True
+
+    def ended_badly(self, lease_id: int, seconds: float, client: str, session: str, now: float) -> None:
+        """Count a client's answer, lost after `seconds`."""
+        self.answers.ended_badly(seconds, client, session)
+        self.ended(lease_id)
+        self.next_trial_at = max(self.next_trial_at, now + self._pause_s)
+
+    def judge(self, others: Sequence[Evidence], now: float) -> bool:
+        """Compare its lost answers with the others'. Return True if a doubt or an excess changed."""
+        doubted = self.answers.doubted
+        changed = self.answers.judge([each.answers for each in others], now)
+        if doubted and not self.answers.doubted:
+            self.trial, self._pause_s = 0, table.PAUSE_S
+        return changed
+
+    def watch(
+        self, since: float, need_s: float, late_s: float, stands_s: float, least_s: float, now: float
+    ) -> bool:
+        """Look for signs of work (`Silence.watch`). True if it has stalled now, or stalls no more."""
+        if not self.silence.watch(since, need_s, late_s, stands_s, least_s, now):
+            return False
+        if self.silence.stalled_since is None:
+            self._begin_trials(now)
+        else:
+            self._pause_s, self.next_trial_at = table.PAUSE_S, now + table.PAUSE_S
+        return True
+
+    def token(self, now: float) -> bool:
+        """Note a token. Return True if it ends a stall."""
+        if not self.silence.token(now):
+            return False
+        self._begin_trials(now)
+        return True
+
+    def asked(self, seconds: float, now: float) -> None:
+        """Send an idle engine nothing for `seconds`, as it asked; at most `MOST_PAUSE_S`."""
+        self.asked_until = max(self.asked_until, now + min(seconds, table.MOST_PAUSE_S))
+        self.next_trial_at = max(self.next_trial_at, self.asked_until)
+
+    def forget(self) -> None:
+        """Forget the evidence: another process took the instance's place."""
+        self.answers.forget()
+        self.silence.overdue_s = 0.0
+        self.silence.stalled_since = self.silence.silent_since = None
+        self.asked_until = -math.inf
+        self.trial = 0
+
+    # --- trials ---
+
+    def _begin_trials(self, now: float) -> None:
+        self.trial, self._pause_s, self.next_trial_at = 0, table.PAUSE_S, now
+
+    def ended(self, lease_id: int) -> None:
+        """Note that a trial is over, or its answer has begun: the next may follow after the pause."""
+        if self.trial == lease_id:
+            self.trial = 0
+
+    def standing(self, now: float) -> table.Restraint | None:
+        """Return the restraint that allows trials alone, or nothing; None without one."""
+        if self.silence.stalled_since is not None:
+            return table.STALLED
+        if self.answers.doubted:
+            return table.DOUBTED
+        return table.ASKED if now < self.asked_until else None
+
+    def held(self, now: float) -> bool:
+        """Return True if it gets no request now, not even a trial."""
+        return self.standing(now) is not None and not self._may_try(now)
+
+    def wary(self, now: float) -> bool:
+        """Return True if it gets trials, as it is restrained or the score keeps requests away."""
+        return self.answers.excess > 0.0 or self.standing(now) is not None
+
+    def due(self, now: float) -> bool:
+        """Return True if the next request is to be its trial."""
+        return self.wary(now) and self._may_try(now)
+
+    def _may_try(self, now: float) -> bool:
+        return not self.trial and now >= self.next_trial_at
+
+    def dispatched(self, lease_id: int, now: float) -> bool:
+        """Note a dispatch. Return True if it is a trial: with a restraint or an excess."""
+        if not self.wary(now):
+            return False
+        self.trial = lease_id
+        self.next_trial_at = now + self._pause_s
+        self._pause_s = min(table.MOST_PAUSE_S, 2.0 * self._pause_s)
+        return True
+
+    # --- what it gets ---
+
+    @property
+    def troubled(self) -> bool:
+        """True if an answer may come later than forecast."""
+        return self.answers.excess > 0.0 or self.silence.overdue_s > 0.0
+
+    def later_s(self, end_s: float) -> float:
+        """Return the expected delay of a good answer beyond the forecast `end_s`, in seconds.
+
+        An overdue token is expected to take as long again.
+        """
+        return self.silence.overdue_s + self.answers.later_s(end_s)
+
+    def active(self, now: float) -> bool:
+        """Return True if the instance may now not be treated like any other."""
+        return self.room.limited(now) or self.wary(now)
+
+    def why(self, now: float) -> str:
+        """Return the reason of the restraint, for people; "" without one."""
+        standing = self.standing(now)
+        if standing is table.STALLED:
+            return self.silence.told(now)
+        if standing is table.DOUBTED:
+            return f"{table.DOUBTED.name}: {self.answers.told} answers failed, more than elsewhere"
+        return "" if standing is None else f"it asked to come again in {self.asked_until - now:.3g} s"
+
+    def less(self, max_num_seqs: int, now: float) -> str:
+        """Return the reason for which it may not take all that it can now, "" without one; for people."""
+        return self.why(now) or self.room.short_of(max_num_seqs, max_num_seqs, now)
+
+    def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
+        """Return why it may take no more now, "" where it may; `doubt`: trials count, too."""
+        if doubt and self.held(now):
+            return self.why(now)
+        return self.room.short_of(sequences + 1, max_num_seqs, now)
