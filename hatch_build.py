@@ -45,7 +45,9 @@ COMPILED = (
     ),
     *(
         f"balancer/engines/{name}.py"
-        for name in ("engine_metrics", "engine_pools", "engine_tables", "series_reader", "upstream")
+        for name in (
+            "engine_metrics", "engine_pools", "engine_tables", "last_page", "series_reader", "upstream",
+        )
     ),
     *(
         f"balancer/http/{name}.py"

@@ -7,7 +7,7 @@ import math
 
 from fuzz.costs import Make, Reader, many, pieces
 
-from hetlb.balancer.engines import engine_history, engine_metrics
+from hetlb.balancer.engines import engine_history, engine_metrics, last_page
 
 
 def in_pieces(data: bytes) -> None:
@@ -24,6 +24,16 @@ def with_history(data: bytes) -> None:
     for piece in pieces(data, 1000):
         page.feed(piece)
     page.sample()
+
+
+def again(data: bytes) -> None:
+    """A metrics page and the next one of the same engine."""
+    last = last_page.LastPage()
+    for page in (data, data + b" "):
+        following = last_page.NextPage(last)
+        for piece in pieces(page, 1000):
+            following.feed(piece)
+        following.sample()
 
 
 def page(data: bytes) -> None:
@@ -56,6 +66,16 @@ GROWTH: dict[str, tuple[Reader, Make, int]] = {
     "a metrics page": (page, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
     "a metrics page in pieces": (
         in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
+    ),
+    "groups of two metrics pages": (
+        again,
+        many(b"# TYPE vllm:num_requests_running gauge\n", b"\nprocess_start_time_seconds 1\n"),
+        8 << 10,
+    ),
+    "values of two metrics pages": (
+        again,
+        many(b'vllm:num_requests_running{a="%d"} 1\n', b"\nprocess_start_time_seconds 1\n# TYPE b c\n"),
+        16 << 10,
     ),
     "a first metrics page in pieces": (
         with_history, many(b'vllm:inter_token_latency_seconds_sum{engine="0"} 1.0\n'), 64 << 10,

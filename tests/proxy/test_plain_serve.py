@@ -48,9 +48,9 @@ PEERS = (
 )  # fmt: skip
 OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
 #: Lines of all modules that a plain `serve` may import, with the evidence of refused kinds and of clients,
-#: with the view that a process joins that takes this one's place, the places of kept responses, and the
-#: history of an engine.
-MOST_LINES = 27_500
+#: with the view that a process joins that takes this one's place, the places of kept responses, the
+#: history of an engine, and the places of the lines of its last page.
+MOST_LINES = 27_700
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Final
 
 from hetlb.balancer.core.types import EngineHistory, EngineSample
 from hetlb.balancer.engines.engine_metrics import EnginePage
-from hetlb.balancer.engines.engine_tables import PAGES, spelled
+from hetlb.balancer.engines.engine_tables import spelled
 from hetlb.balancer.engines.series_reader import SeriesReader
 
 #: Tokens after the first of an answer, and requests, that make a mean.
@@ -67,8 +67,6 @@ def _passed(start: bytes) -> str | None:
 
 class HistoryPage:
     """A metrics page of which the history is read, too. It is fed in pieces of any size."""
-
-    paths: Final = PAGES
 
     def __init__(self) -> None:
         self._page = EnginePage()

@@ -17,7 +17,7 @@ from typing import Final
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity, EngineSample
-from hetlb.balancer.engines.engine_tables import PAGES, TABLES, VLLM, EngineTable, spelled, table_by
+from hetlb.balancer.engines.engine_tables import TABLES, VLLM, EngineTable, spelled, table_by
 from hetlb.balancer.engines.series_reader import MOST_SERIES as MOST_SERIES
 from hetlb.balancer.engines.series_reader import START_BYTES, Series, SeriesReader, labels_of
 
@@ -113,8 +113,6 @@ def _passed(start: bytes) -> str | None:
 class EnginePage:
     """Metrics page of one server, fed in pieces of any size."""
 
-    paths: Final = PAGES
-
     def __init__(self) -> None:
         self._page = SeriesReader(_known, _passed)
         self.feed = self._page.feed
@@ -124,15 +122,23 @@ class EnginePage:
         """Names of the engine that the page is of, None if none is known."""
         return table_by(self._page.seen)
 
+    @property
+    def series(self) -> Series:
+        """Series of the whole page."""
+        self._page.end()
+        return self._page.series
+
+    def same(self, other: EnginePage) -> bool:
+        """Return True if another page says the same."""
+        return repr(self.series) == repr(other.series) and self.table == other.table
+
     def counters(self) -> EngineCounters:
         """Return the counters of one vLLM server, once all of its page was fed."""
-        self._page.end()
-        return EngineCounters(*(_count(self._page.series, names, [], []) for names in _COUNTERS))
+        return EngineCounters(*(_count(self.series, names, [], []) for names in _COUNTERS))
 
     def sample(self) -> EngineSample:
         """Return the sample of the whole page; of an unknown engine as vLLM, without figures."""
-        self._page.end()
-        return _sample_of(self._page.series, self.table)
+        return _sample_of(self.series, self.table)
 
 
 def page_of(text: str) -> EnginePage:

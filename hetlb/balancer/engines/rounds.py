@@ -15,6 +15,7 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Health
+from hetlb.balancer.engines.last_page import LastPage
 
 #: Longest time between two looks at an idle engine, in seconds, and in intervals of `scrape.interval_s`.
 _MOST_S: Final = 15.0
@@ -42,7 +43,7 @@ class Looked:
 
     __slots__ = (
         "anonymous", "began", "door", "interval_s", "looked_at", "looks", "metrics_after", "models_at",
-        "told_missing",
+        "page", "told_missing",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,6 +60,8 @@ class Looked:
         self.began: float | None = None
         self.anonymous = False
         self.told_missing = False
+        #: Its last page of metrics, None before one was read.
+        self.page: LastPage | None = None
 
 
 class Rounds:

@@ -34,8 +34,9 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.engine_pools import EnginePool
+from hetlb.balancer.engines.engine_tables import PAGES
+from hetlb.balancer.engines.last_page import MAX_HELD_BYTES, LastPage, NextPage
 from hetlb.balancer.engines.rounds import MOST_LOOKS, Looked, Rounds
 from hetlb.balancer.engines.upstream import TOO_LONG, SideCall
 from hetlb.balancer.exchange import ends
@@ -100,6 +101,7 @@ async def answer_of(
     *,
     feed: Callable[[bytes], None] | None = None,
     most_bytes: int = _MAX_PAGE_BYTES,
+    held_bytes: int = 0,
 ) -> tuple[int, bytes]:
     """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
 
@@ -115,7 +117,7 @@ async def answer_of(
         if not answer.done():
             answer.set_exception(UnansweredError(end, detail, call.error))
 
-    call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes)
+    call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes, held_bytes=held_bytes)
     call.send()
     try:
         return await answer
@@ -391,6 +393,7 @@ class EngineWatch:
         most_s: float,
         most_bytes: int = _MAX_PAGE_BYTES,
         feed: Callable[[bytes], None] | None = None,
+        held_bytes: int = 0,
     ) -> tuple[int, bytes]:
         """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
 
@@ -400,7 +403,9 @@ class EngineWatch:
         head = pool.head(line, b"content-type: application/json\r\n" if body else b"")
         try:
             async with asyncio.timeout(most_s):
-                return await answer_of(pool, head, body, feed=feed, most_bytes=most_bytes)
+                return await answer_of(
+                    pool, head, body, feed=feed, most_bytes=most_bytes, held_bytes=held_bytes
+                )
         except UnansweredError as error:
             if error.detail is TOO_LONG:
                 raise _TooLargeError from error
@@ -452,39 +457,54 @@ class EngineWatch:
 
     async def read_metrics(self, name: str) -> EngineSample | None:
         """Return the figures of an engine's page, None without one. Raises `_TooLargeError`."""
-        known, clock = self._pages.get(name), asyncio.get_running_loop().time
-        for path in (known,) if known else EnginePage.paths:
-            asked_at = clock()
+        known, seen = self._pages.get(name), self._seen.get(name)
+        for path in (known,) if known else PAGES:
+            if seen is None:
+                break
             try:
-                status, page = await self._read_page(name, path)
+                found, sample = await self._read_page(name, path, seen)
             except (UnansweredError, TimeoutError):
                 return None
-            self._pages[name] = "" if page is None else path
-            if page is not None:
-                return replace(page.sample(), age_s=clock() - asked_at) if status == 200 else None
+            self._pages[name] = path if found else ""
+            if found:
+                return sample
         return None
 
-    async def _read_page(self, name: str, path: str) -> tuple[int, EnginePage | HistoryPage | None]:
-        """Return the status of a page and the page, None if no metrics are there."""
-        page, first, spent_s = self._page_of(name), b"", 0.0
+    async def _read_page(self, name: str, path: str, seen: Looked) -> tuple[bool, EngineSample | None]:
+        """Return True if metrics are at a path, and what they say."""
+        page, first, spent_s = self._page_of(name, seen), b"", 0.0
+        clock = time.perf_counter
 
         def feed(data: bytes) -> None:
             nonlocal first, spent_s
-            began_s = time.perf_counter()
+            began_s = clock()
             first = first or data[:1]
             page.feed(data)
-            spent_s += time.perf_counter() - began_s
+            spent_s += clock() - began_s
 
-        line, most_s = b"GET " + path.encode(), self._table.timeout_s
-        status, _ = await self.ask(name, line, most_s=most_s, most_bytes=MAX_METRICS_BYTES, feed=feed)
-        self._rounds.spent(spent_s)
-        return status, None if first == b"[" or status in UNKNOWN_PATH else page
+        asked_at = self._now()
+        status, _ = await self.ask(
+            name, b"GET " + path.encode(), most_s=self._table.timeout_s, most_bytes=MAX_METRICS_BYTES,
+            feed=feed, held_bytes=MAX_HELD_BYTES if isinstance(page, NextPage) else 0,
+        )  # fmt: skip
+        if first == b"[" or status in UNKNOWN_PATH:
+            return False, None
+        if status != 200:
+            return True, None
+        began_s = clock()
+        sample = page.sample()
+        self._rounds.spent(spent_s + clock() - began_s)
+        if seen.page is None:
+            seen.page = LastPage()
+        return True, replace(sample, age_s=self._now() - asked_at)
 
-    def _page_of(self, name: str) -> EnginePage | HistoryPage:
+    def _page_of(self, name: str, seen: Looked) -> NextPage | HistoryPage:
         """Return a page to be fed. The first one of an instance of unknown speed tells its history."""
         instance = self._scheduler.fleet.instances.get(name)
+        if seen.page is not None:
+            return NextPage(seen.page)
         if instance is None or instance.profiled or instance.speed.seen or instance.sample is not None:
-            return EnginePage()
+            return NextPage(LastPage())
         from hetlb.balancer.engines.engine_history import HistoryPage
 
         return HistoryPage()

@@ -403,11 +403,13 @@ class SideCall(Carried):
     """A request of the proxy's own to an engine, and its whole answer, of bounded size.
 
     `head` is all of it but for `content-length` and the empty line. `feed` takes the body as it comes,
-    instead of `done`, in turns of the loop. `error`: why no connection was made.
+    instead of `done`; beyond the first `held_bytes`, which it only keeps, in turns of the loop. `error`: why
+    no connection was made.
     """
 
     __slots__ = (
-        "_answer", "_body", "_connection", "_done", "_failed", "_feed", "_head", "_most_bytes", "_on_fault",
+        "_answer", "_body", "_connection", "_done", "_failed", "_feed", "_head", "_held_bytes", "_most_bytes",
+        "_on_fault",
         "_received", "_serves", "_size", "error", "pool",
     )  # fmt: skip
 
@@ -422,6 +424,7 @@ class SideCall(Carried):
         on_fault: Callable[[Exception], None] | None = None,
         feed: Callable[[bytes], None] | None = None,
         most_bytes: int = _MAX_ANSWER_BYTES,
+        held_bytes: int = 0,
     ) -> None:
         """`on_fault` gets an error that `done` or `failed` raised; without it, `failed` is called."""
         super().__init__(b"POST" if body else b"GET")
@@ -436,7 +439,8 @@ class SideCall(Carried):
         self._answer: ResponseHead | None = None
         self._received = bytearray()
         self._feed = feed
-        self.plain = feed is None
+        self.plain = feed is None or held_bytes > 0
+        self._held_bytes = held_bytes
         self._size, self._most_bytes = 0, most_bytes
         self.error: OSError | None = None
 
@@ -478,6 +482,7 @@ class SideCall(Carried):
         elif self._feed is None:
             self._received += payload
         else:
+            self.plain = self._size < self._held_bytes
             self._feed(payload)
 
     def engine_end(self, payload: bytes) -> None:
