@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.options.peers.hub import HubTransport
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import shared_url
 from hetlb.options.peers.sharing import Sharing, transport_of
+from hetlb.options.peers.view_folder import hub_in
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
+
+#: Seconds of silence after which a process of one proxy counts as gone. The hub tells of one that ended, and
+#: the parent kills one that hangs for five seconds. A busy machine may keep one from a CPU for a second.
+_HUB_SILENT_S: Final = 10.0
 
 
 def share(service: FleetService) -> None:
@@ -21,6 +28,11 @@ def share(service: FleetService) -> None:
     assert table is not None, "expected a fleet file with shared"
     url = shared_url(table, f"{service.fleet.where}shared")
     share_over(service, table, transport_of(url, table.group, table.silent_s))
+
+
+def share_in(service: FleetService, folder: Path) -> Sharing:
+    """Let a service share its view with the other processes of its proxy, by the hub in their folder."""
+    return share_over(service, SharedTable(silent_s=_HUB_SILENT_S), HubTransport(hub_in(folder)))
 
 
 def share_over(service: FleetService, table: SharedTable, transport: PeerTransport) -> Sharing:

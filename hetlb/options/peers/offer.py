@@ -22,12 +22,10 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.rarely import Rarely
-from hetlb.options.peers import share_over
-from hetlb.options.peers.hub import HubTransport
-from hetlb.options.peers.view_folder import hub_in, remove_folder, view_folder
+from hetlb.options.peers import share_in
+from hetlb.options.peers.view_folder import remove_folder, view_folder
 from hetlb.tasks import ended
 from hetlb.turns import Share
 
@@ -155,7 +153,7 @@ class Offer:
             return None
         if service.sharing is None:
             service.view_folder, self.owns_folder = view_folder(), True
-            sharing = share_over(service, SharedTable(), HubTransport(hub_in(service.view_folder)))
+            sharing = share_in(service, service.view_folder)
             sharing.start()
             await sharing.linked(STEP_S)
         return service.view_folder

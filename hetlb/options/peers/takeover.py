@@ -8,12 +8,10 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.errors import HetlbError
-from hetlb.options.peers import offer, share_over
-from hetlb.options.peers.hub import HubTransport
+from hetlb.options.peers import offer, share_in
 from hetlb.options.peers.offer import ACCEPTING, HELLO, MOST_FOLDER_BYTES, MOST_LISTENERS, Offer
-from hetlb.options.peers.view_folder import hub_in, remove_folder
+from hetlb.options.peers.view_folder import remove_folder
 from hetlb.systemd import Listeners
 
 if TYPE_CHECKING:
@@ -96,7 +94,7 @@ class Takeover:
         folder = self.folder
         if folder is None or service.sharing is not None:
             return
-        sharing = share_over(service, SharedTable(), HubTransport(hub_in(folder)))
+        sharing = share_in(service, folder)
         service.view_folder, self._service = folder, service
 
         def alone() -> None:

@@ -24,19 +24,16 @@ import msgspec
 from hetlb.app_listener import AppListener
 from hetlb.balancer.admin.admin import make_app
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.fleet.service import Service, tune_gc
 from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.recent import Recent, add_counts
 from hetlb.errors import InputError
-from hetlb.options.peers import share, share_over
+from hetlb.options.peers import share, share_in
 from hetlb.options.peers.control import ChildControl, ChildState, Packet
-from hetlb.options.peers.hub import HubTransport
 from hetlb.options.peers.merged_totals import add_recent, add_totals, merge_reloads
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.tally import Tally
-from hetlb.options.peers.view_folder import hub_in
 from hetlb.systemd import Listeners
 
 #: Seconds between two reports of a worker's counts.
@@ -101,7 +98,7 @@ class Worker(Service):
         if state.fleet.file.shared is not None:
             share(self)
         else:
-            share_over(self, SharedTable(), HubTransport(hub_in(place.folder)))
+            share_in(self, place.folder)
         self._predecessor: Predecessor | None = None
         self._kept: tuple[Sequence[socket.socket], Listeners] = (), Listeners()
         self._inner = AppListener(most_idle=_MOST_IDLE, idle_s=_IDLE_S)
