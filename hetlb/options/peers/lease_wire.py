@@ -1,7 +1,6 @@
 """Journal of leases (`balancer/core/journal.py`) in its encoding: MessagePack arrays, typed and bounded.
 
-Fields may be appended within a version: a reader ignores unknown fields. Times are ages in seconds: two
-processes need no common clock.
+Times are ages in seconds: two processes need no common clock.
 """
 
 from __future__ import annotations

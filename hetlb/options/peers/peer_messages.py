@@ -1,10 +1,14 @@
-"""Messages of peers: a process sends its changes, its whole state, a question, or its end."""
+"""Messages of peers: a process sends its changes, its whole state, a question, or its end.
+
+Fields and kinds of changes may be appended within a version: a reader ignores unknown ones. Processes of
+different versions do not hear each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -43,9 +47,46 @@ class PeerHead(msgspec.Struct, array_like=True, frozen=True):
     sent_at: float
 
 
-decode: Final = msgspec.msgpack.Decoder(PeerMessage).decode
+class _Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """A message of any version; its changes are not read yet."""
+
+    version: int
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
+    kind: Literal[0, 1, 2, 3]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    sent_at: float
+    changes: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=PART_CHANGES)]
+
+
+class _Kind(msgspec.Struct, array_like=True, frozen=True):
+    """A change of any kind."""
+
+    tag: int
+
+
+_KINDS: Final = frozenset(each.__struct_config__.tag for each in get_args(PeerChange))
+_decode: Final = msgspec.msgpack.Decoder(PeerMessage).decode
+_decode_envelope: Final = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_change: Final = msgspec.msgpack.Decoder(PeerChange).decode
+_decode_kind: Final = msgspec.msgpack.Decoder(_Kind).decode
 decode_head: Final = msgspec.msgpack.Decoder(PeerHead).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def decode(data: bytes) -> PeerMessage:
+    """Return a message, without changes of unknown kinds. Raises `DecodeError` and `ValueError`."""
+    try:
+        return _decode(data)
+    except msgspec.ValidationError:
+        found = _decode_envelope(data)
+        if found.version != VERSION:
+            raise ValueError(
+                f"expected version {VERSION}, got {found.version}: "
+                "this process does not hear the peer until both run the same version"
+            ) from None
+        known = [each for each in found.changes if _decode_kind(each).tag in _KINDS]
+        changes = [_decode_change(each) for each in known]
+        return PeerMessage(VERSION, found.name, found.kind, found.sequence, found.sent_at, changes)
 
 
 def message(name: str, kind: int, sequence: int, sent_at: float, changes: list[Any]) -> bytes:

@@ -32,8 +32,15 @@ def shared() -> Sharing:
 
 
 def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
-    fields = {"version": VERSION, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0} | other
-    return msgspec.msgpack.encode([*fields.values(), changes])
+    fields = {
+        "version": VERSION,
+        "name": NAME,
+        "kind": kind,
+        "sequence": 1,
+        "sent_at": 0.0,
+        "changes": changes,
+    }
+    return msgspec.msgpack.encode([*(fields | other).values()])
 
 
 def lease(**other: Any) -> list[Any]:
@@ -57,6 +64,8 @@ ODD: dict[str, Any] = {
     "another's message under its own name": message([], name=OWN, sent_at="now"),
     "an unknown change": message([[7, 1]]),
     "a change that is none": message([3]),
+    "a change beside an unknown one that is none": message([[99], [1, -(1 << 63)]]),
+    "an unknown change of another version": message([[99]], version=1 << 40),
     "an instance that is a list": message([lease(instance=["a"])]),
     "negative work": message([lease(work_ns=-1)]),
     "an age without end": message([lease(age_s=math.inf)]),
@@ -90,6 +99,27 @@ async def test_a_process_hears_on_after_an_odd_message(name: str) -> None:
         assert view.view.peer_leases == 0
     finally:
         await view.close()
+
+
+async def test_what_a_later_release_adds_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """During a rolling update one replica sends kinds of changes and fields that the other does not know."""
+    view = shared()
+    later = [[99, "x", {}], [*lease(), "more"], [2**40]]
+    view._receive(message(later, more=1))
+    assert (view.rejected, view.received, view.view.peer_leases) == (0, 1, 1)
+    view._receive(message([[99], [2, 1, "ok", 3, None, False, "more"]], kind=0, sequence=2))
+    assert (view.rejected, view.view.peer_leases) == (0, 0)
+    await view.close()
+
+
+async def test_a_peer_of_another_version_is_named_and_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    view = shared()
+    view._receive(message([lease()], version=VERSION + 1))
+    assert (view.rejected, view.peers, view.view.peer_leases) == (1, 0, 0)
+    assert f"expected version {VERSION}, got {VERSION + 1}" in caplog.text
+    view._receive(message([lease()]))
+    assert view.view.peer_leases == 1
+    await view.close()
 
 
 async def test_odd_messages_without_end_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
