@@ -304,7 +304,7 @@ async def test_every_engine_gets_its_own_key_from_proxy_and_watcher(tmp_path: Pa
                     authorization="Bearer clients-own", x_api_key="clients-other", api_key="third"
                 )
                 assert reply.status == 200
-            models = running.service.models()
+            models = running.service.availability.models()
             assert [entry["id"] for entry in models] == ["m"]
         assert authorizations(one) == {f"Bearer {KEY}"}
         assert authorizations(two) == {"Bearer sk-model"}

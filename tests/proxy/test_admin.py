@@ -52,7 +52,7 @@ async def test_a_fleet_whose_model_no_engine_serves_is_not_ready(tmp_path: Path)
 async def test_readiness_says_no_before_the_listener_closes(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         assert (await running.admin("GET", "/readyz")).status == 200
-        running.service.stopping_soon = True
+        running.service.availability.stopping = True
         ready = await running.admin("GET", "/readyz")
         assert (ready.status, ready.body) == (503, b"stopping\n")
 

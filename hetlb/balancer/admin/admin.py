@@ -262,7 +262,7 @@ class AdminApi:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        readiness = self.control.readiness
+        readiness = self.control.availability.readiness
         return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -35,6 +35,14 @@ class Ledger:
         #: Readers of bookings and their ends.
         self.journals: tuple[Journal, ...] = ()
 
+    def subscribe(self, journal: Journal) -> None:
+        """Report every later booking and its end to a journal."""
+        self.journals += (journal,)
+
+    def unsubscribe(self, journal: Journal) -> None:
+        """Stop reporting to a journal."""
+        self.journals = tuple([each for each in self.journals if each is not journal])
+
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
         """Return the lease of a whole request on an instance, for `work_s` seconds of work."""
         predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)

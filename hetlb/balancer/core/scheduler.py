@@ -17,7 +17,7 @@ from hetlb.balancer.core.evidence.retries import MOST_MOVES
 from hetlb.balancer.core.failover import Failover, is_refusal
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Booked, Journal
+from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.placement import Placement, Splitting
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
@@ -127,14 +127,6 @@ class Scheduler:
                 commands += self.on_lease_ended(lease, Outcome.LOCAL_FAULT, now, retry=False)
         self.placement.take_failed(request_id)
         return commands + self.on_cancelled(request_id, now)
-
-    def subscribe(self, journal: Journal) -> None:
-        """Report every later change to a journal."""
-        self.ledger.journals += (journal,)
-
-    def unsubscribe(self, journal: Journal) -> None:
-        """Stop reporting to a journal."""
-        self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
 
     # --- facts about requests ---
 

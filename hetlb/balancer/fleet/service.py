@@ -39,6 +39,7 @@ from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
+from hetlb.balancer.fleet.availability import Availability
 from hetlb.balancer.fleet.operator_changes import (
     OperatorChange,
     Register,
@@ -110,8 +111,6 @@ class FleetService(ABC):
     workers: Sequence[WorkerState] = ()
     #: Number of its first lease.
     first_lease = 1
-    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
-    stopping_soon = False
 
     def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:
         self.fleet = fleet
@@ -149,6 +148,8 @@ class FleetService(ABC):
         scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
         scheduling.limiters.configure(self.access.limits)
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
+        #: Readiness of the fleet, and its models.
+        self.availability = Availability(self.scheduler, self.watch)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
         scheduling.change(ModelsPromised(fleet.promised_models, fleet.aliases))
@@ -223,31 +224,6 @@ class FleetService(ABC):
     async def _reload_by_signal(self) -> None:
         """Read the fleet file again and log the result."""
 
-    # --- the fleet view of the listener ---
-
-    def routable(self) -> bool:
-        return not self.stopping and self._why_none() == ""
-
-    def _why_none(self) -> str:
-        """Return why no request can be served, "" if some can."""
-        routable = [each for each in self.scheduler.instances if each.routable or each.comes]
-        if not routable:
-            return "no instance is routable"
-        if any(not each.spec.model or each.spec.model in each.models for each in routable):
-            return ""
-        names = dict.fromkeys(each.spec.model for each in routable)
-        return f"no instance serves {', '.join(names)}"
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return the models that clients may ask for; without an instance they are not `available`."""
-        found = self.watch.model_list()
-        known = {each["id"] for each in found}
-        return found + [
-            {"id": name, "object": "model", "owned_by": "hetlb", "available": False}
-            for name in self.scheduler.fleet.ready
-            if name not in known
-        ]
-
     # --- for the admin surface ---
 
     @property
@@ -262,16 +238,6 @@ class FleetService(ABC):
     @property
     def lost_lines(self) -> int:
         return 0 if self._event_log is None else self._event_log.lost
-
-    @property
-    def stopping(self) -> bool:
-        return self.stopping_soon
-
-    @property
-    def readiness(self) -> str:
-        if self.stopping:
-            return "stopping"
-        return self._why_none() or "ready"
 
     @property
     def waiting_elsewhere(self) -> tuple[dict[str, int], int]:
@@ -440,7 +406,7 @@ class Service(FleetService):
         return driver.drive(self.scheduler)
 
     def _make_server(self) -> Listener:
-        return ProxyServer(self.driver, self)
+        return ProxyServer(self.driver, self.availability)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Probe, then listen, on given `listeners` or the ones of `takeover`. Raises `HetlbError`."""
@@ -506,7 +472,7 @@ class Service(FleetService):
                 await self.admin.close()
             if not self._hurry and self.server.connections:
                 # Balancers notice; a client of a process that is replaced gets one more answer.
-                self.stopping_soon = not self.replaced
+                self.availability.stopping = not self.replaced
                 with contextlib.suppress(TimeoutError):
                     self._stop.clear()
                     async with asyncio.timeout(READINESS_LAG_S):
@@ -532,7 +498,7 @@ class Service(FleetService):
 
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
-        self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
+        self._hurry = self._hurry or hurry or self._stop.is_set() or self.availability.stopping
         tell(
             logger,
             Event.STOPPING,
@@ -560,10 +526,6 @@ class Service(FleetService):
     def totals(self) -> Totals:
         return self.driver.totals
 
-    @property
-    def stopping(self) -> bool:
-        return self.stopping_soon or self.server.stopping
-
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
         self.scheduling.limiters.configure(access.limits)
@@ -572,6 +534,7 @@ class Service(FleetService):
     # --- shutdown ---
 
     async def stop(self, grace_s: float) -> None:
+        self.availability.stopping = True
         await self._front.stop(grace_s)
         tell(logger, Event.STOPPED, "every request has ended")
         await self.close()

@@ -48,7 +48,7 @@ class SharedView:
         self._share_of: tuple[str, ...] = ()
         #: Changes for peers. To be read by the transport.
         self.journal = LeaseJournal()
-        scheduler.subscribe(self.journal)
+        scheduler.ledger.subscribe(self.journal)
         self._remote = RemoteLeases(scheduler, arrived=True)
         #: Waiting requests at each peer, with the time of the news, and at this process when it said so last.
         self._waits: dict[str, tuple[WireWaiting, float]] = {}

@@ -100,7 +100,7 @@ class Takeover:
         def alone() -> None:
             if service.sharing is sharing:
                 service.sharing = service.scheduling.view = service.view_folder = None
-                service.scheduler.unsubscribe(sharing.view.journal)
+                service.scheduler.ledger.unsubscribe(sharing.view.journal)
                 service.scheduling.limiters.journal = None
                 if sharing.kept is not None:
                     sharing.kept.tell = None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -89,10 +89,10 @@ class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
 class PickServer:
     """The listener of gateways, in the place of the proxy's `ProxyServer`."""
 
-    def __init__(self, driver: PickDriver, view: FleetView, fleet: Fleet, ready: Callable[[], bool]) -> None:
-        """`ready`: whether gateways should send requests to this picker. Raises `ConfigError`."""
+    def __init__(self, driver: PickDriver, view: FleetView, fleet: Fleet) -> None:
+        """Read the certificates of the file. Raises `ConfigError`."""
         self._driver = driver
-        self._ready = ready
+        self._view = view
         self.router = Router(driver, view)
         self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
         self._fleet = fleet
@@ -124,11 +124,6 @@ class PickServer:
     def certificates(self) -> list[object | None]:
         """The certificates shown to gateways, None without TLS."""
         return [self.tls]
-
-    @property
-    def stopping(self) -> bool:
-        """True if no further request is taken."""
-        return self.state.stopping
 
     @property
     def descriptors(self) -> list[int]:
@@ -202,7 +197,7 @@ class PickServer:
             return True
         if service not in ("readiness", messages.PROCESS_SERVICE):
             return None
-        return self._ready() and not self.state.stopping
+        return self._view.routable() and not self.state.stopping
 
     def stop_accepting(self) -> None:
         """Take no further request; open ones go on, and gateways are told to go elsewhere."""

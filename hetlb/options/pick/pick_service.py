@@ -53,15 +53,11 @@ class PickService(Service):
         return self.driver.picking
 
     def _make_server(self) -> PickServer:
-        return PickServer(self.driver, self, self.fleet, self._serves)
+        return PickServer(self.driver, self.availability, self.fleet)
 
     @property
     def ready_line(self) -> str:
         return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
-
-    def _serves(self) -> bool:
-        """Return True if gateways should send requests here."""
-        return self.routable()
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""

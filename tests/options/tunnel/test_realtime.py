@@ -508,7 +508,7 @@ async def test_the_grace_of_a_shutdown(tmp_path: Path) -> None:
             await client.recv()
             visit = await engine.asked_for()
             stopping = asyncio.create_task(running.service.stop(HANG_S))
-            await turns_until(lambda: running.service.stopping)
+            await turns_until(lambda: running.service.server.stopping)
             visit.send(frame(TEXT, b"still here"))  # within the grace
             assert await client.recv() == "still here"
             running.service.driver.shut_down()  # it is over

@@ -81,7 +81,7 @@ async def test_an_idle_instance_sleeps_and_a_request_wakes_it(tmp_path: Path) ->
             await turns_until(lambda: state(running, "i-0") is SleepState.ASLEEP)
             assert sleep.asleep
             assert (await running.admin("GET", "/healthz")).status == 200
-            assert running.service.routable()  # balancers in front still send requests
+            assert running.service.availability.routable()  # balancers in front still send requests
             status = (await running.admin("GET", "/v1/status")).json
             assert status["state"] == "well"
             page = (await running.admin("GET", "/metrics")).body.decode()

@@ -1,0 +1,45 @@
+"""Availability of the fleet: whether it can be served now, and the models that clients may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.engines.scrape import EngineWatch
+
+
+class Availability:
+    """State of the fleet for balancers in front and for clients, at both listeners."""
+
+    def __init__(self, scheduler: Scheduler, watch: EngineWatch) -> None:
+        self._scheduler = scheduler
+        self._watch = watch
+        #: True from SIGTERM on: not ready, though requests are still accepted for a while.
+        self.stopping = False
+
+    def routable(self) -> bool:
+        """Return True if a request can be served."""
+        return self.readiness == "ready"
+
+    @property
+    def readiness(self) -> str:
+        """ "ready", or the reason why no request should come."""
+        if self.stopping:
+            return "stopping"
+        routable = [each for each in self._scheduler.instances if each.routable or each.comes]
+        if not routable:
+            return "no instance is routable"
+        if any(not each.spec.model or each.spec.model in each.models for each in routable):
+            return "ready"
+        names = dict.fromkeys(each.spec.model for each in routable)
+        return f"no instance serves {', '.join(names)}"
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that clients may ask for; without an instance they are not `available`."""
+        found = self._watch.model_list()
+        known = {each["id"] for each in found}
+        return found + [
+            {"id": name, "object": "model", "owned_by": "hetlb", "available": False}
+            for name in self._scheduler.fleet.ready
+            if name not in known
+        ]
