@@ -437,6 +437,9 @@ async def test_sighup_reloads(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         os.kill(os.getpid(), signal.SIGINT)
         async with asyncio.timeout(HANG_S):
             await serve
+        forced = running.service._forced_exit
+        assert forced is not None
+        forced.cancel()  # or it ends the process of these tests, some seconds later
 
 
 async def test_a_policy_chosen_by_flag_stays_until_the_file_names_another(tmp_path: Path) -> None:
