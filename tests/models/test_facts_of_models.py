@@ -299,14 +299,14 @@ def test_a_window_without_a_list_holds_for_all_layers_as_in_vllm() -> None:
     assert (unused.kv_bytes_per_token, unused.kv_windows) == (131_072, ())
 
 
-@given(tokens=st.floats(0.0, 1e5))
-def test_a_batch_touches_no_more_than_all_weights(tokens: float) -> None:
+@given(tokens=st.floats(1.0, 1e5))
+def test_a_batch_reaches_no_more_experts_than_equal_popularity_would(tokens: float) -> None:
     found = facts(MOE)
-    touched = found.touched_bytes(tokens)
-    embedding = 2 * found.embedding_parameters
-    assert found.weight_bytes - found.expert_bytes - embedding <= touched <= found.weight_bytes - embedding
+    equal = 1.0 - (1.0 - 8 / 128) ** tokens
+    assert 0.0 <= found.touched_experts(tokens) <= max(tokens * 8 / 128, equal) + 1e-9
     assert found.touched_experts(1.0) == pytest.approx(8 / 128)
-    assert math.isclose(facts(LLAMA).touched_bytes(tokens), 2 * (8_030_261_248 - 128_256 * 4096))
+    assert found.touched_experts(tokens) <= found.touched_experts(tokens + 1.0) < 1.0
+    assert facts(LLAMA).touched_experts(tokens) == 0.0
 
 
 WRONG = (None, -1, 0, 1.5, "x", "", [], {}, [1], ["x"], True, 10**30, {"a": 1}, [{}], float("inf"))

@@ -42,12 +42,31 @@ DENSE_MS = {
     "l40s": {2048: 144.9, 8192: 699.8, 32768: 3969.2, 131072: 34253.5},
     "rtx_pro_6000_server": {2048: 87.6, 8192: 378.4, 32768: 2187.5, 131072: 19993.6},
 }
-LATENT_MS = {"h100_sxm": {32768: 6854.6, 131072: 77562.4}, "b200_sxm": {32768: 3472.6, 131072: 35306.3}}
+LATENT_MS = {"h100_sxm": {8192: 1201.6, 131072: 77562.4}, "b200_sxm": {8192: 648.6, 32768: 3472.6}}
+#: The same of groups of GPUs, prompts of 8,192, 32,768 and 131,072 tokens: (model, GPU, GPUs).
+GROUP_MS = {
+    ("deepseek-ai--DeepSeek-V3", "h100_sxm", 8): (434.3, 1735.5, 14370.9),
+    ("deepseek-ai--DeepSeek-V3", "b200_sxm", 4): (299.6, 1325.7, 11113.4),
+    ("Qwen--Qwen3-30B-A3B", "h200_sxm", 4): (70.9, 374.4, 3455.2),
+    ("openai--gpt-oss-120b", "h200_sxm", 8): (55.4, 215.0, 1329.3),
+    ("openai--gpt-oss-120b", "rtx_pro_6000_server", 8): (335.6, 1361.9, 6279.8),
+}
+#: And of decode steps of 32 and of 128 sequences with 1,024 tokens.
+GROUP_STEP_MS = {
+    ("Qwen--Qwen3-30B-A3B", "h200_sxm", 4): (6.80, 9.33),
+    ("openai--gpt-oss-120b", "h200_sxm", 8): (4.74, 6.39),
+}
+PARAMETERS = Path(__file__).parents[1] / "models" / "data" / "parameters.json"
 
 
 def estimated_ms(config: dict[str, object], gpu: str, tokens: int) -> float:
     roofline = Roofline.of_gpu(gpu_named(gpu, "gpu"), read_facts(config, "m"), 1)
     return 1e3 * roofline.seconds(StepKind.PREFILL, 1, tokens)
+
+
+def group_of(model: str, gpu: str, gpus: int) -> Roofline:
+    config = LATENT if "DeepSeek" in model else json.loads(PARAMETERS.read_text())[model]["config"]
+    return Roofline.of_gpu(gpu_named(gpu, "gpu"), read_facts(config, model), gpus)
 
 
 @pytest.mark.parametrize("gpu", DENSE_MS)
@@ -60,6 +79,20 @@ def test_long_prompts_take_as_long_as_kernel_tables_say(gpu: str) -> None:
 def test_long_prompts_of_latent_attention_in_fp8_too(gpu: str) -> None:
     for tokens, known_ms in LATENT_MS[gpu].items():
         assert estimated_ms(LATENT, gpu, tokens) == pytest.approx(known_ms, rel=0.15), tokens
+
+
+@pytest.mark.parametrize("group", GROUP_MS)
+def test_experts_and_latents_on_several_gpus_too(group: tuple[str, str, int]) -> None:
+    for tokens, known_ms in zip((8192, 32768, 131072), GROUP_MS[group], strict=True):
+        found = 1e3 * group_of(*group).seconds(StepKind.PREFILL, 1, tokens)
+        assert found == pytest.approx(known_ms, rel=0.15), tokens
+
+
+@pytest.mark.parametrize("group", GROUP_STEP_MS)
+def test_steps_of_experts_on_several_gpus_too(group: tuple[str, str, int]) -> None:
+    for batch, known_ms in zip((32, 128), GROUP_STEP_MS[group], strict=True):
+        found = 1e3 * group_of(*group).seconds(StepKind.DECODE, batch, 1024)
+        assert found == pytest.approx(known_ms, rel=0.2), batch
 
 
 @given(st.integers(1, 300), st.integers(0, 320))

@@ -105,11 +105,11 @@ def latent(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
     else:
         query_rank = keys.whole("q_lora_rank")
         weights = (
-            linear("self_attn.q_a_proj", hidden, query_rank, bias)
+            linear("self_attn.q_a_proj", hidden, query_rank, bias, copied=True)
             + plain("self_attn.q_a_layernorm", query_rank)
             + linear("self_attn.q_b_proj", query_rank, queries)
         )
-    weights += linear("self_attn.kv_a_proj_with_mqa", hidden, rank + rope, bias)
+    weights += linear("self_attn.kv_a_proj_with_mqa", hidden, rank + rope, bias, copied=True)
     weights += plain("self_attn.kv_a_layernorm", rank)
     weights += linear("self_attn.kv_b_proj", rank, heads * (nope + value))
     weights += linear("self_attn.o_proj", heads * value, hidden, bias)
@@ -135,7 +135,7 @@ def _indexer(keys: ConfigKeys, layer: int, query_rank: int) -> tuple[tuple[Weigh
     if not _indexes(keys, layer):
         return (), 0
     weights = (
-        linear("self_attn.indexer.wq_b", query_rank, heads * size)
+        linear("self_attn.indexer.wq_b", query_rank, heads * size, copied=True)
         + linear("self_attn.indexer.wk", hidden, size)
         + plain("self_attn.indexer.k_norm", 2 * size)
         + linear("self_attn.indexer.weights_proj", hidden, heads)

@@ -32,13 +32,15 @@ class Scope(StrEnum):
 class Weights:
     """Parameters of one module, named as in checkpoints. `matrix`: quantisation may cover it.
 
-    `experts`: routed experts that the parameters are of; 0 if every token passes all of them.
+    `experts`: routed experts that the parameters are of; 0 if every token passes all of them. `copied`: each
+    GPU of a tensor-parallel group holds and computes all of it.
     """
 
     name: str
     parameters: int
     matrix: bool = True
     experts: int = 0
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,11 @@ class Layer:
         return self.mixer.weights + self.feed_forward.weights + self.rest
 
 
-def linear(name: str, rows: int, columns: int, bias: bool = False) -> tuple[Weights, ...]:
+def linear(
+    name: str, rows: int, columns: int, bias: bool = False, copied: bool = False
+) -> tuple[Weights, ...]:
     """Return a matrix, and its bias if it has one."""
-    found = (Weights(name, rows * columns),)
+    found = (Weights(name, rows * columns, copied=copied),)
     return (*found, Weights(f"{name}.bias", columns, matrix=False)) if bias else found
 
 
@@ -174,15 +178,15 @@ class AttentionWork:
     most_tokens: int = 0
     index_flops: float = 0.0
 
-    def of_prompt(self, tokens: float) -> float:
-        """Return the FLOPs of one prompt."""
+    def of_prompt(self, tokens: float, gpus: int = 1) -> float:
+        """Return the FLOPs of one prompt on each GPU of a group: its heads, and the whole index."""
         seen = causal_pairs(tokens, self.most_tokens)
-        return self.layers * (self.pair_flops * seen + self.index_flops * causal_pairs(tokens))
+        return self.layers * (self.pair_flops * seen / gpus + self.index_flops * causal_pairs(tokens))
 
-    def of_step(self, context: float) -> float:
+    def of_step(self, context: float, gpus: int = 1) -> float:
         """Return the FLOPs of a decode step of one sequence with `context` tokens in the cache."""
         seen = min(context, self.most_tokens) if self.most_tokens else context
-        return self.layers * (self.step_flops * seen + self.index_flops * context)
+        return self.layers * (self.step_flops * seen / gpus + self.index_flops * context)
 
 
 def causal_pairs(tokens: float, most_tokens: int = 0) -> float:

@@ -28,9 +28,7 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
-    estimated,
-    hidden_size,
-    roofline_of,
+    roofline_profile,
 )
 from hetlb.tools.plan.common.data_parallel import (
     Degrees,
@@ -42,8 +40,6 @@ from hetlb.tools.plan.common.data_parallel import (
 from hetlb.tools.plan.common.plan_tables import Model
 from hetlb.tools.plan.market import Market, OfferTable
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
-from hetlb.tools.profiler.fit import Point, fit
-from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Measurements, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: Bytes/s inside a rented machine if the file does not say.
@@ -300,32 +296,14 @@ def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> 
     written = offer.profiles.get(model.name, {}).get(str(degree))
     if written is not None:
         return market.profiles[written]
-    return None if offer.roofline is None else roofline_profile(market, model, offer, degree)
+    if offer.roofline is None:
+        return None
+    name, link = f"{offer.gpu}-{model.name}-tp{degree}-roofline", _inside(market, offer.gpu)
+    return roofline_profile(name, model, offer.roofline, offer.gpu, degree, offer.memory_bytes, link)
 
 
 def _inside(market: Market, gpu: str) -> float:
     return market.file.links.rate_inside(gpu, _USUAL_INSIDE_BYTES_PER_S)
-
-
-def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
-    """Return an estimated profile: peak figures of the GPU, and two all-reduces a layer."""
-    assert offer.roofline is not None
-    table = offer.roofline
-    roofline = roofline_of(table, model, degree)
-    per_token = 2.0 * (model.layers or 32) * 2.0 * (degree - 1) / degree
-    per_token *= hidden_size(model) * ACTIVATION_BYTES / _inside(market, offer.gpu)
-    points = tuple(
-        Point(
-            point.phase,
-            point.batch,
-            point.length,
-            point.seconds + per_token * point.batch * (point.length if point.phase.value == "prefill" else 1),
-        )
-        for point in roofline.points()
-    )
-    name = f"{offer.gpu}-{model.name}-tp{degree}-roofline"
-    facts = estimated(model, table, offer.gpu, degree, offer.memory_bytes)
-    return make_profile(name, Measurements(points=points, **facts), fit(points))
 
 
 def compose(

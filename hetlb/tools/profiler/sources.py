@@ -154,10 +154,19 @@ def _point(row: CsvRow) -> Point:
     )
 
 
-#: Share of a dense product's FLOP/s that products of routed experts reach (0.4 to 0.6 in kernel tables).
-_EXPERT_SHARE = 0.55
-#: Seconds of one all-reduce of a decode step, whatever its size (15 to 26 us in kernel tables, TP 8).
-_ALL_REDUCE_S = 20e-6
+#: Share of the bf16 efficiency that products of quantised weights reach: activations are quantised first.
+_QUANTISED_SHARE = 0.82
+#: The same of products of routed experts: in bf16, and quantised at the peak of the next wider format.
+_EXPERT_SHARE, _QUANTISED_EXPERT_SHARE = 0.68, 0.88
+#: Rows that the last block of an expert leaves empty on average; blocks are smaller for few rows.
+_EMPTY_ROWS = 48
+#: Times that the hidden state of a token is moved by norms in a layer, and each of its rows by experts:
+#: sorted, read, written, read for the sum. All GPUs of a group do both for all tokens.
+_NORM_MOVES, _EXPERT_MOVES = 8.0, 7.0
+#: Seconds of a layer's kernels on few tokens, in a prefill and in a decode step; of experts beside them; of
+#: an all-reduce.
+_LAYER_S = {StepKind.PREFILL: 40e-6, StepKind.DECODE: 30e-6}
+_EXPERTS_S, _ALL_REDUCE_S = 30e-6, 10e-6
 #: Points beyond the usual grids, as (batch, length): attention of long prompts, the cache of long contexts.
 _LONG_PROMPTS = ((1, 8192), (1, 32768), (1, 131072))
 _LONG_CONTEXTS = ((1, 32768), (16, 32768))
@@ -167,11 +176,14 @@ _LONG_CONTEXTS = ((1, 32768), (16, 32768))
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: products with the weights, or reading them, whichever is longer; attention, or reading the
-    cache, whichever is longer; two all-reduces a layer between the GPUs of the degree. Only experts that the
-    batch reaches are read, evenly spread over the GPUs. `format_flops` is the peak of the model's quantised
-    weights (None: as bf16). The host costs `step_overhead_s`. Of a data-parallel server the times are of one
-    rank while all have as many tokens: experts are divided over all GPUs, which exchange the tokens of all.
+    Time of a pass: products with the weights, or reading them, whichever is longer, of dense weights and of
+    experts; attention, or reading the cache, whichever is longer; moves of activations; two all-reduces a
+    layer. Only experts that the batch reaches are read, evenly spread over the GPUs. What each GPU of a
+    group does for all tokens is not divided: norms, rows of experts, projections to a latent. `format_flops`
+    are the peak of the model's quantised weights, `expert_flops` of its experts (None: as bf16). The host
+    costs `step_overhead_s`, or less than the launches of the kernels. Of a data-parallel server the times
+    are of one rank while all have as many tokens: experts are divided over all GPUs, which exchange the
+    tokens of all.
     """
 
     peak_flops: float
@@ -182,6 +194,7 @@ class Roofline:
     bandwidth_efficiency: float = 0.7
     step_overhead_s: float = 0.002
     format_flops: float | None = None
+    expert_flops: float | None = None
     attention_efficiency: float | None = None
     all_reduce_bytes_s: float | None = None
     data_parallel_size: int = 1
@@ -198,33 +211,77 @@ class Roofline:
             gpu.bandwidth_share,
             0.0,
             gpu.flops(model.weight_format),
+            gpu.flops("fp8" if model.weight_format == "fp4" else "bf16"),
             gpu.attention_share,
             gpu.all_reduce_bytes_s,
             data_parallel_size,
         )
 
+    @property
+    def _bytes_s(self) -> float:
+        """Bytes/s that one GPU reaches."""
+        return self.bandwidth_bytes_s * self.bandwidth_efficiency
+
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
         """Return the time of a prefill of `batch` prompts, or of a decode step at context `length`."""
         model, degree = self.model, self.tensor_parallel_size
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
-        bytes_s = self.bandwidth_bytes_s * self.bandwidth_efficiency * degree
-        read = model.touched_bytes(tokens, self.data_parallel_size)
-        weights_s = max(tokens * self._token_s, read / bytes_s)
         each = model.prompt_attention_flops if phase is StepKind.PREFILL else model.step_attention_flops
         efficiency = self.attention_efficiency or self.flops_efficiency
-        attention_s = batch * each(length) / (self.peak_flops * efficiency * degree)
-        cache_s = batch * model.kv_bytes(length) * model.replication(degree) / bytes_s
-        return weights_s + max(attention_s, cache_s) + self._exchange_s(tokens) + self.step_overhead_s
+        attention_s = batch * each(length, degree) / (self.peak_flops * efficiency)
+        cache_s = batch * model.kv_bytes(length) * model.replication(degree) / (self._bytes_s * degree)
+        moved_s = tokens * model.layers * _NORM_MOVES * self._row_bytes / self._bytes_s
+        launched_s = model.layers * (_LAYER_S[phase] + (_EXPERTS_S if model.experts else 0.0))
+        return (
+            self._dense_s(tokens, batch)
+            + self._experts_s(tokens)
+            + max(attention_s, cache_s)
+            + moved_s
+            + self._exchange_s(tokens)
+            + max(self.step_overhead_s, launched_s)
+        )
 
     @property
-    def _token_s(self) -> float:
-        """Seconds of the products of one token with the weights: two FLOPs a weight."""
-        model = self.model
-        passed, share = model.passed_parameters, model.format_share
-        per_flop = (1.0 - share) / self.peak_flops + share / (self.format_flops or self.peak_flops)
-        experts = model.passed_expert_parameters / passed if passed else 0.0
-        slower = 1.0 - experts + experts / _EXPERT_SHARE
-        return 2.0 * passed * slower * per_flop / (self.flops_efficiency * self.tensor_parallel_size)
+    def _row_bytes(self) -> float:
+        """Bytes of the hidden state of a token."""
+        return self.model.width * ACTIVATION_BYTES
+
+    def _dense_s(self, tokens: int, batch: int) -> float:
+        """Return the seconds of weights that each token passes; the output is computed once a sequence."""
+        model, degree = self.model, self.tensor_parallel_size
+        copied, experts = model.copied_parameters, model.passed_expert_parameters
+        head = min(model.head_parameters, model.passed_parameters - experts)
+        body = model.passed_parameters - experts - head
+        quantised = min(
+            1.0, max(0.0, model.format_share * model.passed_parameters - experts) / max(1.0, body)
+        )
+        per_flop = (1.0 - quantised) / self.peak_flops
+        per_flop += quantised / (_QUANTISED_SHARE * (self.format_flops or self.peak_flops))
+        flops = 2.0 * tokens * ((body - copied) / degree + copied)
+        products_s = flops * per_flop + 2.0 * batch * head / (degree * self.peak_flops)
+        read = model.weight_bytes - model.expert_bytes - ACTIVATION_BYTES * model.embedding_parameters
+        held = read * (1.0 + copied * (degree - 1.0) / max(1.0, body + head)) / degree
+        # What a product yields is written, and read by the next kernel.
+        written_s = tokens * (body / degree) / model.width * ACTIVATION_BYTES / self._bytes_s
+        return max(products_s / self.flops_efficiency, held / self._bytes_s) + written_s
+
+    def _experts_s(self, tokens: int) -> float:
+        """Return the seconds of routed experts."""
+        model, degree, ranks = self.model, self.tensor_parallel_size, self.data_parallel_size
+        if not model.experts:
+            return 0.0
+        gpus, touched = degree * ranks, model.touched_experts(ranks * tokens)
+        rows = ranks * tokens * model.chosen
+        computed = rows + min(rows, _EMPTY_ROWS * touched * model.experts)
+        flops = 2.0 * model.expert_parameters / model.experts * computed
+        quantised = self.format_flops is not None and model.weight_format != "bf16"
+        share = self.flops_efficiency * (_QUANTISED_EXPERT_SHARE if quantised else _EXPERT_SHARE)
+        products_s = flops / (gpus * (self.expert_flops or self.peak_flops) * share)
+        read_s = model.expert_bytes * touched / (gpus * self._bytes_s)
+        # Tensor parallelism divides every expert: each GPU moves all rows. Of whole experts it moves its own.
+        moved = rows if ranks == 1 else rows / gpus
+        moved_s = moved * model.layers * _EXPERT_MOVES * self._row_bytes / self._bytes_s
+        return max(products_s, read_s) + moved_s
 
     def _exchange_s(self, tokens: int) -> float:
         """Return the seconds of two all-reduces a layer; 0 if the link is unknown.
@@ -238,11 +295,10 @@ class Roofline:
 
     def _all_reduce_s(self, tokens: int, gpus: int) -> float:
         """Return the seconds of an all-reduce in each layer."""
-        model = self.model
         if gpus == 1 or self.all_reduce_bytes_s is None:
             return 0.0
-        size = tokens * model.hidden_size * ACTIVATION_BYTES * 2.0 * (gpus - 1) / gpus
-        return model.layers * max(_ALL_REDUCE_S, size / self.all_reduce_bytes_s)
+        size = tokens * self._row_bytes * 2.0 * (gpus - 1) / gpus
+        return self.model.layers * (_ALL_REDUCE_S + size / self.all_reduce_bytes_s)
 
     def points(self) -> list[Point]:
         """Return the points of the usual grids, and of long prompts and contexts."""
@@ -311,9 +367,8 @@ def _sheet_limits(gpu: Gpu, facts: ModelFacts) -> Iterator[str]:
     yield f"peak figures and shares of {gpu.name} (`hetlb profile --gpus`): nothing was measured here"
     if facts.experts:
         yield (
-            "experts: kernel tables of H200 take 1.1 to 3 times as long for prompts up to 4,096 tokens, and "
-            "1.3 to 4 times for batches up to 128 (DeepSeek-V3, gpt-oss-120b at TP 8, Qwen3-30B-A3B); "
-            "--from aiconfigurator has the tables"
+            "experts: kernel tables of seven GPUs say 0.7 to 1.7 times this for prompts from 8,192 tokens "
+            "(three in four within 15 %), up to 3 times for shorter ones; --from aiconfigurator has them"
         )
 
 

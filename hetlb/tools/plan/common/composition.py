@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import msgspec
 
@@ -36,7 +35,8 @@ from hetlb.balancer.core.step_times import (
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
-from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Roofline
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Measurements, Roofline, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: The most stages of an instance, and its most GPUs over machines.
@@ -58,18 +58,19 @@ class LinkSeconds:
     batch_s: float = 0.0
 
 
-def hidden_size(model: Model) -> float:
-    """Return the values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
-    return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
-
-
 def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkSeconds:
     """Return a link between two stages of a model."""
-    return LinkSeconds(hidden_size(model) * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
+    return LinkSeconds(model.known.width * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
 
 
-def roofline_of(table: RooflineTable, model: Model, degree: int, data_parallel_size: int = 1) -> Roofline:
-    """Return the roofline of a table of a file, at a degree."""
+def roofline_of(
+    table: RooflineTable,
+    model: Model,
+    degree: int,
+    data_parallel_size: int = 1,
+    link_bytes_s: float | None = None,
+) -> Roofline:
+    """Return the roofline of a table of a file, at a degree; `link_bytes_s` is between the GPUs."""
     return Roofline(
         table.flops,
         table.bandwidth_bytes_per_s,
@@ -78,32 +79,42 @@ def roofline_of(table: RooflineTable, model: Model, degree: int, data_parallel_s
         table.flops_efficiency,
         table.bandwidth_efficiency,
         table.overhead_ms / 1e3,
+        all_reduce_bytes_s=link_bytes_s,
         data_parallel_size=data_parallel_size,
     )
 
 
-def estimated(
-    model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
-) -> dict[str, Any]:
-    """Return the source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
+def roofline_profile(
+    name: str,
+    model: Model,
+    table: RooflineTable,
+    gpu: str,
+    degree: int,
+    memory_bytes: int | None,
+    link_bytes_s: float | None,
+) -> Profile:
+    """Return a profile by peak figures of `degree` GPUs and the link between them."""
     batched, seqs = batch_limits(gpu, memory_bytes)
-    return {
-        "source": ProfileSource(
+    points = tuple(roofline_of(table, model, degree, link_bytes_s=link_bytes_s).points())
+    found = Measurements(
+        points=points,
+        source=ProfileSource(
             kind="roofline",
             measured=False,
             system=gpu,
             note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
             f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
         ),
-        "hardware": Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
-        "model": model_info(model.known),
-        "engine": EngineInfo(
+        hardware=Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
+        model=model_info(model.known),
+        engine=EngineInfo(
             tensor_parallel_size=degree,
             max_num_batched_tokens=batched,
             max_num_seqs=seqs,
             enable_expert_parallel=True if needs_expert_parallel(model, degree) else None,
         ),
-    }
+    )
+    return make_profile(name, found, fit(points))
 
 
 def needs_expert_parallel(model: Model, degree: int) -> bool:

@@ -21,13 +21,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeAlias
 
-from hetlb.balancer.config.profile_file import (
-    BetterDecode,
-    BetterPrefill,
-    DecodeCoefficients,
-    PrefillCoefficients,
-    Profile,
-)
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.plan.common.capabilities import NIXL, Form, refused
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.tools.plan.common.composition import (
@@ -38,8 +32,7 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
-    estimated,
-    hidden_size,
+    roofline_profile,
 )
 from hetlb.tools.plan.common.data_parallel import (
     Degrees,
@@ -66,10 +59,6 @@ from hetlb.tools.sim.study import engine_of
 _BLEND_SHARES = (1.0, 0.5, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` holds between machines.
 _INSIDE_LATENCY_S = 5e-6
-#: Batches with a stated step in the estimate of a mixture.
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-#: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
-_CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
 #: Least tokens of a usable KV cache; rows of the workload that the bubbles of a pipeline are found on.
@@ -259,10 +248,18 @@ class ProfileCost:
         if key not in self._profiles:
             machine = self._cluster.machines[stage.machine]
             link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
-            self._profiles[key] = machine.profiles.get(stage.gpus) or estimated_profile(
-                self._cluster, machine, stage.gpus, link
+            self._profiles[key] = machine.profiles.get(stage.gpus) or self._estimated(
+                machine, stage.gpus, link
             )
         return self._profiles[key]
+
+    def _estimated(self, machine: Machine, degree: int, link_bytes_s: float) -> Profile:
+        table = machine.roofline
+        assert table is not None, "expected a machine with a profile of this degree or peak figures"
+        name = f"{machine.gpu.lower()}-tp{degree}-estimated"
+        return roofline_profile(
+            name, self._cluster.model, table, machine.gpu, degree, machine.memory_bytes, link_bytes_s or None
+        )
 
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
         """Return the time of one request's prefill, its decode steps, or both, by the whole model."""
@@ -331,41 +328,6 @@ class ProfileCost:
         return compose_profile(f"{name}-pp{len(stages)}", cluster.model, parts, kv_cache_tokens)
 
 
-def estimated_profile(
-    cluster: SplitCluster, machine: Machine, degree: int, link_bytes_per_s: float
-) -> Profile:
-    """Return the terms of appendix A as a latency profile: weights or tokens, KV, all-reduces."""
-    table, model = machine.roofline, cluster.model
-    assert table is not None, "expected a machine with a profile of this degree or peak figures"
-    flops = degree * table.flops * table.flops_efficiency
-    bandwidth = degree * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
-    overhead_s = table.overhead_ms / 1e3
-    size = hidden_size(model) * ACTIVATION_BYTES
-    exchanged_s = 4.0 * cluster.model.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
-    facts = model.known
-    token_s = 2.0 * facts.passed_parameters / flops + exchanged_s
-    # A prompt reaches all experts but a few; a decode step the experts that its sequences choose.
-    floor_s = facts.touched_bytes(math.inf) / bandwidth + overhead_s
-    steps = tuple(
-        facts.touched_bytes(batch) / bandwidth + overhead_s + exchanged_s * batch for batch in _BATCHES
-    )
-    return Profile(
-        version=2,
-        name=f"{machine.gpu.lower()}-tp{degree}-estimated",
-        prefill=PrefillCoefficients(k1=token_s, k2=0.0, k3=0.0, k4=floor_s),
-        decode=DecodeCoefficients(
-            k5=facts.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
-        ),
-        better_decode=BetterDecode(
-            token_s=facts.kv_bytes_per_token / bandwidth, context_s=0.0, batches=_BATCHES, seconds=steps
-        )
-        if facts.experts
-        else None,
-        better_prefill=BetterPrefill(floor_s=floor_s, token_s=token_s, attention_s=0.0, p=_CORNER),
-        **estimated(model, table, machine.gpu, degree, machine.memory_bytes),
-    )
-
-
 # --- appendix A -----------------------------------------------------------------------------------------
 
 
@@ -379,7 +341,7 @@ class PaperCost:
 
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
-        self._hidden = hidden_size(cluster.model)
+        self._hidden = cluster.model.known.width
         self._layer_weights = cluster.model.parameters / cluster.model.layers
         self._layer_bytes = cluster.model.weight_bytes / cluster.model.layers
 
