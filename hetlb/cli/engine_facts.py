@@ -169,6 +169,25 @@ async def _ask(
     if 300 <= health.status < 400:
         facts.moved = health.headers.get("Location", "")
         return facts
+    metrics, text = await _read_metrics(page, facts)
+    models = await page("/v1/models")
+    facts.models_status = models.status
+    facts.entries = read_model_list(models.body) if models.status == 200 else []
+    facts.version = read_version((await page("/version")).body)
+    if facts.table is None or facts.table is VLLM:
+        facts.old = old_version(facts.version, text)
+    if facts.version is None and facts.table is None:
+        facts.version = read_version((await page("/api/version")).body)
+        facts.is_ollama = facts.version is not None
+    if metrics.headers.get("x-request-id", "").startswith("hetlb-"):
+        facts.foreign = "another hetlb"
+    elif facts.table is None:
+        facts.foreign = await _foreign(page, facts)
+    return facts
+
+
+async def _read_metrics(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) -> tuple[_Page, str]:
+    """Read the metrics of a server twice: a second process behind its address shows by its start."""
     text = ""
     for _ in range(2):
         for path in PAGES:
@@ -185,20 +204,7 @@ async def _ask(
             facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
-    models = await page("/v1/models")
-    facts.models_status = models.status
-    facts.entries = read_model_list(models.body) if models.status == 200 else []
-    facts.version = read_version((await page("/version")).body)
-    if facts.table is None or facts.table is VLLM:
-        facts.old = old_version(facts.version, text)
-    if facts.version is None and facts.table is None:
-        facts.version = read_version((await page("/api/version")).body)
-        facts.is_ollama = facts.version is not None
-    if metrics.headers.get("x-request-id", "").startswith("hetlb-"):
-        facts.foreign = "another hetlb"
-    elif facts.table is None:
-        facts.foreign = await _foreign(page, facts)
-    return facts
+    return metrics, text
 
 
 async def _cpu_s(facts: EngineFacts) -> float | None:

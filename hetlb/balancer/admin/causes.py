@@ -146,6 +146,13 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
 
     `pace`: see `balancer.telemetry.recent.EnginePace`.
     """
+    if each.admin is AdminState.READY and (each.asleep or each.sleep.reason):
+        return None
+    return _of_state(each, now) or _of_answers(each, share, pace, now)
+
+
+def _of_state(each: Instance, now: float) -> StateCause | None:
+    """Return the cause that an instance gets no requests, or should not; None without any."""
     name, evidence = each.name, each.evidence
     if each.admin is not AdminState.READY:
         if each.leads_back:
@@ -183,6 +190,12 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         sentence = f"{name} serves {serves}, not {each.spec.model}"
         advice = f"Correct the model's name, or start it with --served-model-name {each.spec.model}."
         return StateCause("other_model", name, sentence, advice)
+    return None
+
+
+def _of_answers(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
+    """Return the cause that an instance answers badly or slowly, or tells too little; None without any."""
+    name = each.name
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
         failed = 100 * share.failed / share.ended
         sentence = f"{failed:.0f} % of {name}'s responses in the last {FAILING_S:.0f} s were errors"

@@ -31,6 +31,7 @@ from hetlb.balancer.admin.causes import (
 )
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.queue import Queued
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
@@ -167,7 +168,6 @@ def _of_model(
         if entry.request.model == model and not entry.request.service.background
     ]
     waiting = len(entries)
-    oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     able = [each for each in instances if each.routable and each.evidence.health.state is Health.UP]
     served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     rate = _arrival_rate(scheduler, recent, model, now)
@@ -183,6 +183,39 @@ def _of_model(
         why = _why_down(model, instances, waiting)
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
+    causes = _causes_of(scheduler, model, instances, able, entries, recent, now)
+    capacity = _capacity(scheduler, model, able)
+    load, limited_by = _load(able, waiting, served, capacity)
+    if capacity is not None and rate is not None:
+        # While requests wait the capacity is the served rate, whatever the model of speed predicts.
+        capacity = min(capacity, _served_when_full(able, served, now)) if waiting else capacity
+        load = rate / capacity if capacity > 0.0 else load
+        load = max(load, 1.0) if waiting else load
+    headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
+    state = worst(causes)
+    if state is State.WELL and load >= BUSY_LOAD:
+        state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
+    elif causes:
+        advice = headline(causes, waiting)
+    else:
+        advice = _when_well(able, served, load)
+    return ModelStatus(
+        model, state, load, served, capacity, limited_by, headroom, advice, total, len(able), causes
+    )
+
+
+def _causes_of(
+    scheduler: Scheduler,
+    model: str,
+    instances: Sequence[Instance],
+    able: Sequence[Instance],
+    entries: Sequence[Queued],
+    recent: Recent,
+    now: float,
+) -> tuple[StateCause, ...]:
+    """Return what is wrong with a model, the worst first; `entries` wait, `able` instances take requests."""
+    waiting = len(entries)
+    oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     failing = recent.shares(FAILING_S, now)
     found = [of_instance(each, failing.get(each.name), recent.pace(each.name), now) for each in instances]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
@@ -204,25 +237,7 @@ def _of_model(
     splits = scheduler.placement.splits
     if splits is not None:
         found += of_transfers(splits.failing(now), able)
-    causes = tuple(in_order([each for each in found if each is not None]))
-    capacity = _capacity(scheduler, model, able)
-    load, limited_by = _load(able, waiting, served, capacity)
-    if capacity is not None and rate is not None:
-        # While requests wait the capacity is the served rate, whatever the model of speed predicts.
-        capacity = min(capacity, _served_when_full(able, served, now)) if waiting else capacity
-        load = rate / capacity if capacity > 0.0 else load
-        load = max(load, 1.0) if waiting else load
-    headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
-    state = worst(causes)
-    if state is State.WELL and load >= BUSY_LOAD:
-        state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
-    elif causes:
-        advice = headline(causes, waiting)
-    else:
-        advice = _when_well(able, served, load)
-    return ModelStatus(
-        model, state, load, served, capacity, limited_by, headroom, advice, total, len(able), causes
-    )
+    return tuple(in_order([each for each in found if each is not None]))
 
 
 def headline(causes: Sequence[StateCause], waiting: int) -> str:

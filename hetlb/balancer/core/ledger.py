@@ -72,12 +72,7 @@ class Ledger:
         return instance
 
     def grant(
-        self,
-        request: Request,
-        instance: Instance,
-        predicted: float,
-        work_ns: int,
-        now: float,
+        self, request: Request, instance: Instance, predicted: float, work_ns: int, now: float
     ) -> Lease:
         """Return the lease that the instance is to book."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens

@@ -225,33 +225,8 @@ class Scheduler:
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self.failover.drop(lease.decode, now)
-        evidence = instance.evidence
-        commands: list[Command] = []
         if outcome is _OK:
-            odd = lease.odd and self.fleet.odd(instance, lease, now)
-            if request.generates and not request.generated and not odd:
-                self.predictor.observe(request, lease.output_tokens / request.sequences)
-                if instance.slot_times is not None and not request.streamed:
-                    instance.learn_slots_whole(lease, now)
-                if instance.learn_speed(lease, now):
-                    self.fleet.share_speed(instance.spec.model, instance.profiled)
-                instance.errors.learn(lease, now)
-                if request.service.stated:
-                    alone = instance.sequences == instance.stated_sequences
-                    self.placement.demands[request.model].of_class(request.service).answered(
-                        lease, now, alone
-                    )
-                if self.queue.held:
-                    self.backlog.predict_again()
-            if evidence.health.on_answering(whole=True):
-                commands = self.fleet.health_changed(instance, now)
-            fleet = self.fleet
-            if fleet.clients.known and request.sequences:
-                fleet.clients.well(request, instance.incarnation, odd=lease.odd)
-            if fleet.kinds.by_key and not odd:
-                fleet.kinds.served(request, instance.name, lease.dispatched_at)
-            if request.sequences and not lease.odd and evidence.ended_well(now):
-                fleet.judge(instance, now)
+            commands = self._ended_well(instance, lease, now)
         else:
             again = retry and outcome is _NO_RESPONSE and generated is None
             known = retries.attempts[request.id] if again else retries.attempts.get(request.id)
@@ -268,6 +243,33 @@ class Scheduler:
             # The place is another scheduler's to take. Its news, or a tick, shows if it does not.
             return commands
         return commands + self.backlog.flush(now)
+
+    def _ended_well(self, instance: Instance, lease: Lease, now: float) -> list[Command]:
+        """Learn from a whole answer: its length, the speed of its instance, and that the instance works."""
+        request, evidence, fleet = lease.request, instance.evidence, self.fleet
+        commands: list[Command] = []
+        odd = lease.odd and fleet.odd(instance, lease, now)
+        if request.generates and not request.generated and not odd:
+            self.predictor.observe(request, lease.output_tokens / request.sequences)
+            if instance.slot_times is not None and not request.streamed:
+                instance.learn_slots_whole(lease, now)
+            if instance.learn_speed(lease, now):
+                fleet.share_speed(instance.spec.model, instance.profiled)
+            instance.errors.learn(lease, now)
+            if request.service.stated:
+                alone = instance.sequences == instance.stated_sequences
+                self.placement.demands[request.model].of_class(request.service).answered(lease, now, alone)
+            if self.queue.held:
+                self.backlog.predict_again()
+        if evidence.health.on_answering(whole=True):
+            commands = fleet.health_changed(instance, now)
+        if fleet.clients.known and request.sequences:
+            fleet.clients.well(request, instance.incarnation, odd=lease.odd)
+        if fleet.kinds.by_key and not odd:
+            fleet.kinds.served(request, instance.name, lease.dispatched_at)
+        if request.sequences and not lease.odd and evidence.ended_well(now):
+            fleet.judge(instance, now)
+        return commands
 
     def on_refused(
         self,

@@ -211,19 +211,25 @@ class FetchChecks:
         worked = float(computed - counted.computed)
         computed_anew = worked >= 0.5 * missing
         for source, count in counts.items():
+            left = sum([each[0] == source for each in later])
             reached = source in best or not computed_anew
-            self._count(FETCHED if reached else NOT_FETCHED, count)
-            record = self._pairs.get((source, target.incarnation))
-            if record is not None:
-                left = sum([each[0] == source for each in later])
-                record.judge(reached, count, left, now)
-                self.restrained = self.restrained or record.rests > 0
+            self._take_verdict(source, target.incarnation, count, left, now, reached=reached)
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
         kept.due = later
         # Tokens counted early belong to transfers judged later.
         early = math.fsum(coming.values())
         kept.fetched -= int(min(early, max(0.0, grown - own)))
         kept.computed -= int(min(early, max(0.0, worked - missing)))
+
+    def _take_verdict(
+        self, source: int, target: int, count: int, left: int, now: float, *, reached: bool
+    ) -> None:
+        """Note whether `count` transfers of a pair reached the target; `left` of it are not judged yet."""
+        self._count(FETCHED if reached else NOT_FETCHED, count)
+        record = self._pairs.get((source, target))
+        if record is not None:
+            record.judge(reached, count, left, now)
+            self.restrained = self.restrained or record.rests > 0
 
     def _missed(self, source: int, target: int) -> bool:
         record = self._pairs.get((source, target))

@@ -409,11 +409,6 @@ def _facts(
         if w.experts
     )
     parameters = sum(w.parameters for _, w in modules)
-    kept: dict[int, float] = {}
-    for layer in layers:
-        heads = layer.mixer.heads.keys if layer.mixer.heads is not None else 0
-        kept[heads] = kept.get(heads, 0.0) + layer.mixer.grows + layer.mixer.window
-    dense = math.fsum(kept.values())
     tied = not any(w.name == "lm_head" for w in rest)
     looked_up = 0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size")
     in_format = quantized[False] + quantized[True] * ((experts - idle) / experts if experts else 0.0)
@@ -436,7 +431,7 @@ def _facts(
         expert_parameters=experts,
         embedding_parameters=looked_up,
         kv_bytes_per_value=cache,
-        kv_heads=tuple((heads, values / dense) for heads, values in kept.items() if values),
+        kv_heads=_kv_heads(layers),
         set_aside=allocated([layer.mixer for layer in layers], cache),
         attention=attention_work(layer.mixer for layer in layers),
         weight_format=quantization.computed_in,
@@ -445,6 +440,16 @@ def _facts(
         head_parameters=keys.whole("vocab_size") * keys.whole("hidden_size"),
         copied_parameters=sum(w.parameters for _, w in modules if w.copied),
     )
+
+
+def _kv_heads(layers: Sequence[Layer]) -> tuple[tuple[int, float], ...]:
+    """Return numbers of KV heads, each with its share of the cached values of a token."""
+    kept: dict[int, float] = {}
+    for layer in layers:
+        heads = layer.mixer.heads.keys if layer.mixer.heads is not None else 0
+        kept[heads] = kept.get(heads, 0.0) + layer.mixer.grows + layer.mixer.window
+    dense = math.fsum(kept.values())
+    return tuple((heads, values / dense) for heads, values in kept.items() if values)
 
 
 def _counts(layers: Sequence[Layer]) -> dict[str, int]:

@@ -153,6 +153,10 @@ class FleetSimulation:
             BEGIN: self._on_begin,
             LOOK: self._on_look,
         }
+        self._push_changes(engines, restarts_s)
+
+    def _push_changes(self, engines: Mapping[str, EngineSpec], restarts_s: Sequence[float]) -> None:
+        """Push the changes of engines' speed, and the restarts of the proxy."""
         for name, ranks in self._engines.items():
             for at_s, factor in engines[name].changes:
                 for engine in ranks:
