@@ -2,7 +2,8 @@
 
 Example: `small` and `large` share a GPU (`wake: {group: gpu-a}`), and `small` is awake. A request for `large`
 comes. Once `small` was awake for `stay_s`, and nothing older waits for its model, it gets no more requests,
-ends its own, and sleeps; then `large` wakes up.
+ends its own, and sleeps; then `large` wakes up. A second instance of a model is woken for load, but no
+instance at work sleeps for it.
 """
 
 from __future__ import annotations
@@ -152,13 +153,15 @@ class Waker:
     def _call(
         self, model: str, oldest: Mapping[str, float], there: Mapping[Sleeper, Instance], now: float
     ) -> None:
-        """Wake the instance of a model that costs least, unless one answers or is about to."""
+        """Wake the instance of a model that costs least, unless one is about to answer.
+
+        Beside one that answers, another is woken once a request has waited as long as the wake takes.
+        """
         ready = self._scheduler.fleet.ready.get(model)
-        if ready is None or any(each.routable for each in ready.instances):
-            return
         of_model = [place for place, instance in there.items() if model in instance.models]
-        if any(place.state is SleepState.WAKING for place in of_model):
+        if ready is None or any(place.state is SleepState.WAKING for place in of_model):
             return
+        answers = any(each.routable for each in ready.instances)
         best: tuple[float, Sleeper, list[Sleeper]] | None = None
         for place in of_model:
             if place.state is not SleepState.ASLEEP or there[place].admin.value != "ready":
@@ -168,6 +171,10 @@ class Waker:
                 continue
             awake = [each for each in others if each.state is SleepState.AWAKE]
             leaving = [each for each in others if each.state is not SleepState.ASLEEP and each not in awake]
+            if answers and (
+                now - oldest[model] < place.cost_s or any(_busy(there[each]) for each in (*awake, *leaving))
+            ):
+                continue
             if not all(self._may_leave(each, there[each], model, oldest, now) for each in awake):
                 continue
             cost_s = place.cost_s + sum(_rest_s(there[each], now) for each in (*awake, *leaving))

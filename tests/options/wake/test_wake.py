@@ -134,6 +134,42 @@ async def test_two_models_that_share_a_gpu_take_turns(tmp_path: Path) -> None:
             assert max(awake) == 1
 
 
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_second_instance_is_woken_for_load_but_not_for_a_model_at_work(
+    tmp_path: Path, busy: bool
+) -> None:
+    """`i-0` answers `a`, one at a time; `i-1`, asleep, shares a GPU with `i-2`, which serves `b`."""
+    async with servers("aab", wake_s=0.2) as engines:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{engines[1].url}/sleep") as reply:
+                assert reply.status == 200
+        fleet = fleet_of(engines, group="gpu", stay_s=0.0)
+        first, second, other = (each["instances"][0] for each in fleet["models"])
+        del first["wake"]
+        first["max_num_seqs"] = 1
+        fleet["models"] = [{"name": "a", "instances": [first, second]}, {"name": "b", "instances": [other]}]
+        async with serving(tmp_path, fleet) as running:
+            await turns_until(lambda: state(running, "i-1") is SleepState.ASLEEP)
+            waker = running.service._sleep
+            assert isinstance(waker, Waker)
+            waker.places["i-1"].wake_s = 0.2
+            work = asyncio.create_task(asked(running, "b", 4000 if busy else 1))
+            await turns_until(lambda: work.done() or _in_flight(running, "i-2") > 0)
+            if not busy:
+                await work
+            statuses = await asyncio.gather(*[asked(running, "a", 60) for _ in range(12)])
+            assert set(statuses) == {200}
+            assert work.done() is not busy, "expected work beside all of it, or none"
+            woken = engines[1].sleep
+            assert woken is not None
+            assert woken.wakes == (0 if busy else 1)
+            work.cancel()
+
+
+def _in_flight(running: Running, name: str) -> int:
+    return running.service.scheduler.fleet.instances[name].in_flight
+
+
 async def test_a_server_without_the_endpoints_stays_awake_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
