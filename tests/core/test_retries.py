@@ -228,6 +228,25 @@ def test_what_waits_is_looked_at_when_a_request_moves() -> None:
     check_scheduler(scheduler)
 
 
+@pytest.mark.parametrize("status", [400, 500, 503])
+def test_a_refused_request_that_waits_for_its_next_try_is_sent_no_more_often(status: int) -> None:
+    """It waits as the second instance refuses connections and the third is full."""
+    small = Capacity(kv_cache_tokens=10_000, max_num_seqs=1)
+    scheduler = make_scheduler([spec("a"), spec("b"), spec("c", capacity=small)], "hetlb")
+    fill(scheduler, "c")
+    first = arrived(scheduler, 1)
+    commands = refuses(scheduler, dispatched(scheduler.on_refused(first, status, None, 0.1)))
+    assert not [each for each in commands if isinstance(each, Dispatch)]
+    assert 1 in scheduler.queue
+    commands = []
+    for now in (1.0, 1.1):
+        commands += scheduler.on_instance(Probed("b", ProbeResult.OK), now)
+    second = dispatched([each for each in commands if isinstance(each, Dispatch)])
+    assert (first.instance, second.instance) == ("a", "b")
+    assert scheduler.on_refused(second, status, None, 2.0) == [PassOn(1, second)]
+    check_scheduler(scheduler)
+
+
 # --- dropped and refused ---
 
 

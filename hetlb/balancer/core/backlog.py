@@ -162,9 +162,13 @@ class Backlog:
                 self.forget(request.id)
                 return rejections.policy_failed(request.id)
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
-            if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
-                waits = waited_s < queue.limits.no_instance_timeout_s and placement.may_come(request, ready)
-                return None if waits else self.give_up(request, unsent=False)
+            known = self._retries.attempts.get(request.id)
+            if known is not None and known.tried and not placement.able(request, ready, now).instances:
+                if known.runs != known.turned_away:
+                    waits = waited_s < queue.limits.no_instance_timeout_s
+                    waits = waits and placement.may_come(request, ready)
+                    return None if waits else self.give_up(request, unsent=False)
+                known.tried.clear()
             return None
         if key.retry and not self._retries.allowed(len(self._ledger.leased)):
             return None

@@ -208,6 +208,8 @@ class Failover:
         attempts.tried.append(lease.instance)
         attempts.runs += sent
         attempts.drops += sent
+        if not sent:
+            attempts.unreached.append(lease.instance)
         unsent = not sent and attempts.runs == attempts.turned_away
         ready, placement = self._fleet.ready.get(request.model), self._placement
         # Dropped twice: the request itself may be what kills engines.
@@ -221,13 +223,13 @@ class Failover:
                     return [placed]
                 # An instance can take it later: none has room, or there are too many retries.
                 if unsent:
-                    retries.forget(request.id)
+                    retries.wait(request.id)
                 if self._queue.has_room(request) or request.id in placement.failed:
                     return self._backlog.push(request, now, predicted, again=not unsent)
             elif not unsent and placement.may_come(request, ready):
                 return self._backlog.push(request, now, predicted, again=True)
         if unsent and request.model in self._fleet.down_since:
-            retries.forget(request.id)
+            retries.wait(request.id)
             return self._backlog.push(request, now, predicted)
         return [self._backlog.give_up(request, unsent=unsent)]
 

@@ -24,6 +24,8 @@ class Attempts:
 
     def __init__(self) -> None:
         self.tried: list[str] = []
+        #: The instances of `tried` that a request never reached.
+        self.unreached: list[str] = []
         self.runs = 0
         #: Number of runs after which the engine closed the connection without a byte: it may kill engines.
         self.drops = 0
@@ -49,6 +51,13 @@ class Retries:
     def forget(self, request_id: RequestId) -> None:
         """Note that a request is over, or begins anew."""
         self.attempts.pop(request_id, None)
+
+    def wait(self, request_id: RequestId) -> None:
+        """Note that a request waits: it may go to the instances again that it did not reach."""
+        known = self.attempts[request_id]
+        known.tried = [name for name in known.tried if name not in known.unreached]
+        if not known.tried:
+            self.forget(request_id)
 
     def allowed(self, in_flight: int) -> bool:
         """Return True if the budget allows one more retry of a request that may run twice."""
