@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.served_models import read_model_list, read_version
@@ -385,3 +387,15 @@ async def test_the_first_page_of_an_engine_of_unknown_speed_tells_its_history() 
         finally:
             await watch.watch.close()
     assert watch.samples[0][1].history is not None
+
+
+async def test_no_page_outlives_its_look() -> None:
+    """Pages are large, and garbage is collected seldom."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with stub(health=ok, metrics=page, v1__models=models) as url, watching(url) as watch:
+            await watch.until(lambda: len(watch.samples) > 10)
+            assert sum(isinstance(each, EnginePage) for each in gc.get_objects()) <= 3
+    finally:
+        gc.enable()

@@ -124,6 +124,8 @@ async def answer_of(
     except BaseException:
         call.abort()
         raise
+    finally:
+        del call  # or `failed` keeps the call, and the call the page that it fed, until a garbage collection
 
 
 class EngineWatch:
