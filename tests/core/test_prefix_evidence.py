@@ -16,7 +16,7 @@ from hetlb.balancer.core.block_index import (
     block_digests,
 )
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
+from hetlb.balancer.core.prefix_index import LEAST_SHARE, LEAST_TOKENS, PrefixIndex, PrefixKey, Shared, Tree
 from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
 from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
@@ -158,10 +158,22 @@ def test_a_conversation_is_remembered_once_and_from_its_longest_turn() -> None:
     assert (tree.unused_tokens, len(index), index.unused) == (500, 1, 1)
     shared = tree.attach((("x", 400),), 450)
     tree.remember("t", 400, shared.node)
-    assert "t" not in tree.nodes, "there is nothing beyond its prefix"
-    tree.remember("t", 401, shared.node)
-    assert (tree.nodes["t"].own, tree.nodes["t"].tokens) == (1, 401)
+    tree.remember("t", 400 + LEAST_TOKENS, shared.node)
+    assert (tree.nodes["t"].own, tree.nodes["t"].tokens) == (LEAST_TOKENS, 400 + LEAST_TOKENS)
     check_tree(tree)
+    tree.remember("t", 399 + LEAST_TOKENS, shared.node)
+    assert "t" not in tree.nodes, "there is little beyond its prefix"
+    check_tree(tree)
+
+
+def test_short_conversations_are_not_kept() -> None:
+    """Clients that say a word and never come again."""
+    scheduler = make_scheduler([spec("a")], "hetlb")
+    for number in range(100):
+        keys = ((f"session:{number}", None),)
+        lease = dispatched(scheduler.on_arrival(request(number, prompt=9, prefix_keys=keys), float(number)))
+        scheduler.on_lease_ended(lease, Outcome.OK, number + 0.5, generated=LEAST_TOKENS - 10)
+    assert not len(scheduler.fleet.prefixes)
 
 
 def test_each_engine_holds_what_its_own_tree_does() -> None:

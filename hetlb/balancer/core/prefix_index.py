@@ -22,8 +22,9 @@ MOST_UNUSED_NODES: Final = 262_144
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK_FACTOR: Final = 0.8
 _GROWTH_FACTOR: Final = 1.02
-#: Reports are compared with at least as many expected cached tokens that no request uses.
-_LEAST_EXPECTED_TOKENS: Final = 64
+#: A conversation is kept if it has as many tokens beyond its prompt's prefixes, and a report is compared with
+#: as many expected cached tokens that no request uses: fewer are soon read again.
+LEAST_TOKENS: Final = 64
 #: Share that meets an expectation: engines round down to whole blocks.
 _MET_SHARE: Final = 0.75
 
@@ -168,12 +169,12 @@ class Tree:
         return freed
 
     def remember(self, key: str, tokens: int, parent: Node | None) -> None:
-        """Keep the prefix of a finished conversation. Other requests still use `parent`."""
+        """Keep the prefix of a finished conversation, if it is long. Other requests still use `parent`."""
         node = self.nodes.get(key)
         if node is not None:
             self.drop(node)
         own = tokens if parent is None else tokens - parent.tokens
-        if own > 0:
+        if own >= LEAST_TOKENS:
             node = self.nodes[key] = Node(self, key, tokens, own, None)
             self._index.added(node)
             self._keep(node)
@@ -221,7 +222,7 @@ class Tree:
         Where others had it in use, a smaller report says nothing: it may have been in the making.
         """
         idle = shared.idle_tokens
-        if self.told or idle < _LEAST_EXPECTED_TOKENS:
+        if self.told or idle < LEAST_TOKENS:
             return
         if reported < shared.held_tokens - (1.0 - _MET_SHARE) * idle:
             self.share = max(LEAST_SHARE, self.share * _SHRINK_FACTOR)
