@@ -30,7 +30,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.balancer.engines.engine_metrics import EnginePage
-from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.served_models import read_model_list, read_version
 
@@ -61,7 +61,7 @@ class Watch:
         self.changes: list[InstanceChange] = []
         self.samples: list[tuple[str, EngineSample]] = []
         self._news = asyncio.Event()
-        evidence = SimpleNamespace(state=Health.UP)
+        evidence = SimpleNamespace(health=SimpleNamespace(state=Health.UP))
         instances = [
             SimpleNamespace(
                 name=f"e{i}", spec=SimpleNamespace(url=url), admin=AdminState.READY, evidence=evidence
@@ -389,13 +389,16 @@ async def test_the_first_page_of_an_engine_of_unknown_speed_tells_its_history() 
     assert watch.samples[0][1].history is not None
 
 
-async def test_no_page_outlives_its_look() -> None:
-    """Pages are large, and garbage is collected seldom."""
+async def test_nothing_outlives_a_look() -> None:
+    """Pages are large, the frames of an error hold more, and garbage is collected seldom."""
+    absent = f"http://127.0.0.1:{free_port()}"
     gc.collect()
     gc.disable()
     try:
-        async with stub(health=ok, metrics=page, v1__models=models) as url, watching(url) as watch:
-            await watch.until(lambda: len(watch.samples) > 10)
-            assert sum(isinstance(each, EnginePage) for each in gc.get_objects()) <= 3
+        async with stub(health=ok, metrics=page, v1__models=models) as url, watching(url, absent) as watch:
+            refused = Probed("e1", ProbeResult.REFUSED)
+            await watch.until(lambda: min(len(watch.samples), watch.changes.count(refused)) > 10)
+            left = [each for each in gc.get_objects() if isinstance(each, (EnginePage, UnansweredError))]
+            assert len(left) <= 4
     finally:
         gc.enable()

@@ -107,7 +107,8 @@ async def answer_of(
 
     Raises `UnansweredError`.
     """
-    answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+    # No cycle of the call, the page that it feeds, and frames of an error: garbage is collected seldom.
+    answer: asyncio.Future[tuple[int, bytes] | tuple[End, str]] = asyncio.get_running_loop().create_future()
 
     def done(head: ResponseHead, body: bytes) -> None:
         if not answer.done():
@@ -115,17 +116,18 @@ async def answer_of(
 
     def failed(end: End, detail: str) -> None:
         if not answer.done():
-            answer.set_exception(UnansweredError(end, detail, call.error))
+            answer.set_result((end, detail))
 
     call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes, held_bytes=held_bytes)
     call.send()
     try:
-        return await answer
+        found = await answer
     except BaseException:
         call.abort()
         raise
-    finally:
-        del call  # or `failed` keeps the call, and the call the page that it fed, until a garbage collection
+    if isinstance(found[1], str):
+        raise UnansweredError(*found, call.error)
+    return found
 
 
 class EngineWatch:

@@ -472,7 +472,7 @@ class SideCall(Carried):
         self._answer = head
 
     def not_connected(self, error: OSError) -> None:
-        self.error = error
+        self.error = error.with_traceback(None)  # whose frames would hold this call
 
     def engine_body(self, payload: bytes) -> None:
         self._size += len(payload)
