@@ -28,6 +28,7 @@ from hetlb.logs import logging_to_stderr, plain_line
 from hetlb.options.peers import share
 from hetlb.options.peers.offer import Offer
 from hetlb.systemd import NO_LISTENERS, Listeners
+from hetlb.tasks import exit_by_force
 
 if TYPE_CHECKING:
     from hetlb.options.peers.takeover import Takeover
@@ -176,6 +177,7 @@ async def run_service(
         await service.start(listeners, takeover)
         tune_gc()
         style = service.fleet.file.proxy.request_log_format
+        service.on_hurry = exit_by_force
         await service.run(lambda: announce(service.ready_line, style))
     except asyncio.CancelledError:
         pass  # Ctrl-C before the service had its own handlers

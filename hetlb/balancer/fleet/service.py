@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ from hetlb.inputs.mistakes import short
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
-from hetlb.tasks import ended, exit_by_force
+from hetlb.tasks import ended
 from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
@@ -388,7 +387,8 @@ class Service(FleetService):
         super().__init__(fleet, options, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
-        self._forced_exit: threading.Timer | None = None
+        #: Called when it is to stop at once: the owner of the process sees to it that the process ends.
+        self.on_hurry: Callable[[], object] = lambda: None
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.scheduling.look_up = self.watch.look_up_models
         self.server: Listener = self._make_server()
@@ -498,7 +498,10 @@ class Service(FleetService):
 
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
-        self._hurry = self._hurry or hurry or self._stop.is_set() or self.availability.stopping
+        hurried, self._hurry = (
+            self._hurry,
+            self._hurry or hurry or self._stop.is_set() or self.availability.stopping,
+        )
         tell(
             logger,
             Event.STOPPING,
@@ -507,7 +510,8 @@ class Service(FleetService):
         )
         self._stop.set()
         if self._hurry:
-            self._forced_exit = self._forced_exit or exit_by_force()
+            if not hurried:
+                self.on_hurry()
             self.driver.shut_down()
 
     async def _reload_by_signal(self) -> None:

@@ -35,6 +35,7 @@ from hetlb.options.peers.merged_totals import add_recent, add_totals, merge_relo
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.tally import Tally
 from hetlb.systemd import Listeners
+from hetlb.tasks import exit_by_force
 
 #: Seconds between two reports of a worker's counts.
 REPORT_S: Final = 0.5
@@ -117,6 +118,7 @@ class Worker(Service):
         """Serve clients that come to `own` of the listeners, until told to stop."""
         os.environ.pop("NOTIFY_SOCKET", None)  # the parent tells systemd
         self._predecessor, self._kept = takeover, (own, listeners)
+        self.on_hurry = exit_by_force
         self._control.listen(self._hear, self._orphaned)
         try:
             await self.start(Listeners(tuple(own), listeners.admin))
