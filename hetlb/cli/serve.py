@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_alone(fleet: Fleet) -> None:
-    """Raise `InputError` if the file wants several processes for a feature of one."""
+    """Raise `InputError` if the file has workers or peers, and a feature that needs a single process."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
     if any(each.table.wake is not None for each in fleet.listed.values()):

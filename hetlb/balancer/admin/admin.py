@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StatePage(Protocol):
-    """The page, and its stream of events (`dashboard`)."""
+    """The page of the dashboard, and its stream of events."""
 
     def file(self, path: str) -> web.Response: ...
     async def serve(self, request: web.Request) -> web.StreamResponse: ...

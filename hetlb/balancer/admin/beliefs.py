@@ -18,7 +18,7 @@ class BeliefSource(StrEnum):
 
 
 def slots_source(instance: Instance) -> BeliefSource:
-    """Return the origin of the number of sequences that it is believed to run at once."""
+    """Return the origin of the number of sequences that an instance is believed to run at once."""
     if instance.spec.slots_stated:
         return BeliefSource.STATED
     if instance.capacity.max_num_seqs is not None:
@@ -27,7 +27,7 @@ def slots_source(instance: Instance) -> BeliefSource:
 
 
 def speed_source(instance: Instance) -> BeliefSource:
-    """Return the origin of its speed; of one whose GPU alone is stated only its ratio to others is known."""
+    """Return the origin of the speed of an instance. A stated GPU tells only its ratio to other GPUs."""
     if instance.speed.seen and (instance.speed.factor != 1.0 or not instance.profiled):
         return BeliefSource.LEARNT
     if instance.spec.gpu_alone:

@@ -69,7 +69,7 @@ WRONG_S: Final = 60.0
 
 
 class State(StrEnum):
-    """State of a fleet or model, the better first."""
+    """State of a fleet or model, the best first."""
 
     WELL = "well"
     BUSY = "busy"
@@ -259,7 +259,7 @@ def of_speeds(among: Sequence[Instance]) -> list[StateCause]:
 
 
 def of_processes(among: Sequence[Instance]) -> list[StateCause]:
-    """Return a cause for each instance that is the process of another one before it."""
+    """Return a cause for each instance that is the same process as one listed before it."""
     found: list[StateCause] = []
     for index, each in enumerate(among):
         for other in among[:index]:
@@ -298,7 +298,7 @@ def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
 
 
 def of_unplaced(counts: Mapping[str, int], ended: int) -> StateCause | None:
-    """Return the cause of requests that get no answer, `counts` by outcome of `ended`; None of few."""
+    """Return a cause if many of the `ended` requests got no instance; `counts` has these by outcome."""
     total = sum(counts.values())
     if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
         return None
@@ -345,7 +345,7 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
 def of_wait(
     waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
-    """Return the cause of requests that wait for `able`, None of none; `held` names servers out by hand."""
+    """Return a cause if requests wait for the `able` instances; `held` names drained servers."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"

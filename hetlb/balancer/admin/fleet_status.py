@@ -102,7 +102,7 @@ class ModelStatus:
 
 
 def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
-    """Return the instances by model, as the fleet's document has them."""
+    """Return the instances by model, in the order of `GET /v1/fleet`."""
     found: dict[str, list[Instance]] = {}
     for instance in scheduler.instances:
         name = instance.spec.model or (instance.served or ("",))[0]
@@ -255,7 +255,7 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
 
 
 def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:
-    """Return the requests for a model that came per second of late, None while too little time was seen."""
+    """Return the recent arrival rate of a model in requests/s, None if less than `LEAST_S` was seen."""
     demand = scheduler.placement.demands.get(model)
     first = math.floor((now - ARRIVALS_S) / BIN_S)
     for number in sorted(each for each in recent.stretches if each >= first):
@@ -267,9 +267,10 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _served_when_full(able: Sequence[Instance], served: float, now: float) -> float:
-    """Return requests/s of full servers: what ended of late, or what runs over the age of the oldest of it.
+    """Return the requests/s that full servers complete.
 
-    A burst that began a moment ago has ended nothing, which says nothing about the servers.
+    It is the recent rate of ended requests, or the running requests over the age of the oldest one if that is
+    more: a burst that has just begun has ended no request yet.
     """
     since = [lease.dispatched_at for each in able for lease in each.leases.values()]
     age_s = now - min(since, default=0.0)
@@ -277,7 +278,7 @@ def _served_when_full(able: Sequence[Instance], served: float, now: float) -> fl
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
-    """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
+    """Return the capacity of instances in mean requests/s, None while the speed of one is a guess."""
     if any(speed_source(each) in (BeliefSource.ASSUMED, BeliefSource.STATED) for each in able):
         return None
     demand = scheduler.placement.demands.get(model)

@@ -221,7 +221,7 @@ def _loads(source: FleetService, now: float) -> Iterator[Family]:
 
 
 def _peers(source: FleetService, now: float) -> Iterator[Family]:
-    """Yield the figures of other schedulers of the fleet, where there may be some."""
+    """Yield the figures of the peers of this process, if the fleet can have some."""
     sharing: SharedFleet | None = source.sharing
     if sharing is not None:
         yield "hetlb_shared_connected", [("", sharing.connected)]

@@ -31,10 +31,9 @@ _MAX_SECRET_BYTES: Final = 1 << 16
 class EngineAccess:
     """Access to one engine: its key and its TLS context.
 
-    `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
-    `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
-    once and for all. `confined`: its name may not
-    lead to an address where no engine can be (`hetlb.addresses`).
+    `authorization` is the value of that header. Without one, `passthrough` forwards the client's own header.
+    `tls` is the context for https. `address`, if there is one, is connected to in place of the host of the
+    URL. `confined`: connections to addresses that no engine can have are refused (`hetlb.addresses`).
     """
 
     authorization: bytes | None = field(default=None, repr=False)

@@ -48,7 +48,7 @@ class ClientSide(Protocol):
 
 
 class ClientResponse:
-    """Everything that one client is sent in answer to one request, and whether it reads it."""
+    """The response to one request: its state, the bytes that are sent, and the pauses of a slow client."""
 
     __slots__ = (
         "_comments", "_head", "_held_s", "_label", "_patience_s", "beat_at", "chunked", "client", "closes",
@@ -174,7 +174,7 @@ class ClientResponse:
 
     @property
     def held_up(self) -> bool:
-        """True if the client did not read for `HELD_UP_S`: the answer may have broken off for it."""
+        """True if the client has not read for `HELD_UP_S`: this may be why its answer broke off."""
         return self.paused_since is not None or self._held_s >= ends.HELD_UP_S
 
 

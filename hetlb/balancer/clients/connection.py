@@ -181,7 +181,7 @@ class ClientConnection(PacedReader):
         return self._give(protocol), unread
 
     def end(self, *, keep: bool) -> None:
-        """Note that the answer is out; `keep`: the client knows where it ended."""
+        """Note that the response is sent. `keep`: its end is marked, so that another response can follow."""
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._server.stopping:
             self._close(states.LAST_ANSWERED)
@@ -241,7 +241,7 @@ class ClientConnection(PacedReader):
 
     @property
     def idle(self) -> bool:
-        """True if no request is read or answered here; the beginning of a head is none yet."""
+        """True if no request is read or answered here. An incomplete head does not count as a request."""
         if self.state is not _IDLE and self.state is not _HEAD:
             return False
         return self._transport is not None and not self._transport.get_write_buffer_size()

@@ -59,7 +59,7 @@ class Window:
         return slots[-1]
 
     def settle(self, slot: _Slot, more: int, now: float) -> None:
-        """Note that it was `more` (or less, below 0) than was counted; nothing if too old to matter."""
+        """Correct a counted amount by `more`, which may be negative, unless it is older than the window."""
         if slot.until + WINDOW_S > now:
             slot.amount += more
             self.total += more
@@ -89,7 +89,7 @@ class Window:
 
 
 class KeyJournal(Protocol):
-    """Reader of what the limits of keys let in here, and of what that used."""
+    """Receiver of the requests that limits of keys admit in this process, and of the tokens they used."""
 
     def admitted(self, ticket: Ticket) -> None: ...
     def used(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, last: bool) -> None: ...
@@ -155,7 +155,7 @@ class Limiter:
         return None if self._limiters is None else self._limiters.journal
 
     def adopt(self, reserved: int, fresh: bool, now: float) -> Ticket:
-        """Count a request that another process let in; `fresh`: just now, else it is only in flight."""
+        """Count a request that another process admitted. `fresh`: just now; else it is only in flight."""
         requests, tokens = self._requests, self._tokens
         requests.forget(now)
         tokens.forget(now)
@@ -176,7 +176,7 @@ class Limiter:
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """Return the lines that OpenAI's SDKs read: limits, their rests, and when they are whole again."""
+        """Return the `x-ratelimit` header lines that OpenAI's SDKs read."""
         limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:

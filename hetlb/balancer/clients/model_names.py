@@ -91,7 +91,10 @@ class ModelNames:
 
 
 def rename_in_json(body: bytes, model: str, known_bytes: int = 0) -> bytes:
-    """Return the body with another model; every other value as it stands, `known_bytes` of it in a few."""
+    """Return a JSON body with another model and all other values unchanged.
+
+    `known_bytes` of it are in a few values, so that there is little to parse.
+    """
     document = fields_of(body, known_bytes)
     document["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(document)

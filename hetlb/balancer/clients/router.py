@@ -330,7 +330,7 @@ class Router:
         return None if found is None else found[0]
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
-        """Return the tenant that a header names (one of a key's owner, if there are keys)."""
+        """Return the tenant named by a header. With API keys it is a part of the tenant of the key."""
         assert self._tenant_header is not None
         name = head.fields.get(self._tenant_header)
         if name is None or _TENANT.fullmatch(name) is None:
@@ -343,7 +343,7 @@ class Router:
     def refused(
         self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
     ) -> str:
-        """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
+        """Count and log a refused request of `peer` that came at `since`; return its `x-request-id`."""
         driver = self._driver
         request_id = driver.next_id()
         label = label_of(head) or self._label_prefix + hex(request_id)[2:]

@@ -68,12 +68,12 @@ class Backlog:
         self._retries.forget(request_id)
 
     def give_up(self, request: Request, *, unsent: bool) -> Reject:
-        """Try a request that no engine answered no more. `unsent`: none can have run it."""
+        """Reject a request that no engine answered. `unsent`: no engine can have run it."""
         self.forget(request.id)
         return rejections.not_answered(request.id, unsent=unsent)
 
     def predict_again(self) -> None:
-        """Give the next few waiting requests the length that is predicted now, in turns."""
+        """Predict the lengths of the next few waiting requests again; a later call continues behind them."""
         queue, stale = self.queue, self._stale
         if not stale:
             stale = self._stale = list(queue.held)
@@ -98,7 +98,7 @@ class Backlog:
         return commands
 
     def _pass_over_late(self, key: QueueKey, now: float) -> list[Command]:
-        """Refuse requests of a line that can meet their targets no more, or serve them after the others."""
+        """Refuse or demote the requests of a line that can no longer meet their targets."""
         from hetlb.balancer.core.waiting_targets import late
 
         commands: list[Command] = []
@@ -114,7 +114,7 @@ class Backlog:
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
-        """Place the first request of a line that can be placed; instances for an earlier one are kept."""
+        """Place the first request of a line that can be placed, on no instance kept for an earlier one."""
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None

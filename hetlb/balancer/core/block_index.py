@@ -139,7 +139,7 @@ class BlockIndex:
         self._owed_tokens = 0.0
 
     def doubt(self, reason: str) -> None:
-        """Events were missed: believe nothing of the index until the cache is known to be empty."""
+        """Believe nothing of the index until the cache is known to be empty: events were missed."""
         self._clear()
         self.live, self.reason = False, reason
 

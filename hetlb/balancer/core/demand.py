@@ -163,11 +163,11 @@ class Mix:
         return PROMPT_WEIGHT * self.prompt + self.output
 
     def speed(self, instance: Instance) -> float:
-        """Return the sizes per second that an instance does of the mean request, its batch full."""
+        """Return the speed of an instance with a full batch of mean requests, in sizes per second."""
         return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
-        """Return facts about all instances together. Known by its identity, the sequence must not change."""
+        """Return facts about all instances together, kept by the sequence's identity: do not change it."""
         known = self._newest
         if known is None or known.instances is not instances:
             known = self._fleets.get(id(instances))
@@ -252,6 +252,6 @@ class Demand:
     def goes_on(self, now: float) -> bool:
         """Return True if requests keep coming.
 
-        Requests that came at once are no stream: they wait, and are counted there.
+        Requests of one burst do not count: they wait in the queue, and are counted there.
         """
         return len(self._bursts) > _STREAM_GAPS and now <= self._silent_at

@@ -68,7 +68,7 @@ class FairShares:
         return found.running > 0 or tenant in self.waiting
 
     def _come(self, tenant: str | None) -> _Tenant:
-        """Return a tenant that asks; without running requests it starts level with the others that ask."""
+        """Return a tenant with a request. A new one starts level with the others that have requests."""
         found = self._known.get(tenant)
         if found is not None and found.running > 0:
             return found
@@ -104,7 +104,7 @@ class FairShares:
             heapreplace(levels, (own, number, name))
 
     def _rest(self, tenant: str | None) -> None:
-        """Keep a tenant without requests among the last ones."""
+        """Move a tenant without requests to the idle ones, of which the last `_IDLE_TENANTS` are kept."""
         found = self._known.get(tenant)
         if found is None or self._asks(tenant, found):
             return

@@ -147,7 +147,7 @@ class Instance(InstanceLedger):
         return (self.spec.model,) if self.spec.model else ()
 
     def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
-        """Take over what it lists; requests of adapters that run are of its slots from then on."""
+        """Take over the models that the engine lists. Running requests of adapters take slots now."""
         self.served = models
         self.adapters = None
         if not adapters:
@@ -213,9 +213,9 @@ class Instance(InstanceLedger):
         self._learn_slots(sample, now)
 
     def meets(self, other: Instance) -> None:
-        """Compare its count of tokens with another instance's; both began at the same tick at least.
+        """Compare its count of tokens with another instance's: twice the same count shows one process.
 
-        Two counts that both had are no chance: they are one process.
+        Both processes must have begun at the same tick.
         """
         if self.sample is None or other.sample is None or other.removed:
             return
@@ -262,7 +262,7 @@ class Instance(InstanceLedger):
             self._believe_slots(slots, now)
 
     def _believe_slots(self, slots: int, now: float) -> None:
-        """Take over the sequences that it was seen to run at once; what was in vain is tried more rarely."""
+        """Take over an observed number of slots. After a trial in vain the next one comes later."""
         in_vain = slots <= self.slots_learnt
         self._slots_pause_s = min(_MOST_SLOTS_AGE_S, 2.0 * self._slots_pause_s) if in_vain else _SLOTS_AGE_S
         self.slots_learnt, self.slots_learnt_at, self.slots_step = slots, now, 1
@@ -283,9 +283,9 @@ class Instance(InstanceLedger):
             self._update()
 
     def token(self, now: float) -> bool:
-        """Take over that a token came then. True if that ends a stall.
+        """Note that a token came at `now`. Return True if that ends a stall.
 
-        What passed without one until then is no evidence about its speed.
+        The time without a token is no evidence about the speed of the instance.
         """
         evidence = self.evidence
         since = evidence.silence.silent_since
@@ -295,7 +295,7 @@ class Instance(InstanceLedger):
         return evidence.token(now)
 
     def watch(self, token_at: float | None, now: float) -> bool:
-        """Look whether it works, by its newest token. True if it has stalled now, or stalls no more.
+        """Check by its newest token if the instance works. Return True if a stall began or ended.
 
         Called about twice a second.
         """
@@ -351,7 +351,7 @@ class Instance(InstanceLedger):
         return unread + running < self.token_budget * self.engines
 
     def learn_history(self, told: EngineHistory, now: float) -> bool:
-        """Take over the speed that its engine's own means show, unless more is known. True if it changed."""
+        """Take over the speed by the engine's means, if no answer showed one. True if it changed."""
         if self.profiled or self.speed.seen:
             return False
         model, batch, budget = self.nominal, told.batch, float(self.token_budget)
@@ -395,9 +395,9 @@ class Instance(InstanceLedger):
         return changed
 
     def _confirm(self, now: float) -> bool:
-        """Compare the reading of the first prompts since it was idle with the profile.
+        """Compare the time to prefill the first prompts after an idle time with the profile.
 
-        Each iteration read as many prompts as were there. True if that changed the factor.
+        Each iteration computed as many prompts as were there. Return True if that changed the factor.
         """
         since, before_tokens = self.prompts_alone
         if since == math.inf or self.speed.stood_at >= since or self.adapters is not None:

@@ -300,7 +300,7 @@ class InstanceLedger(InstanceLimits):
         self._begun_sequences += lease.request.sequences
 
     def _compare_whole(self, lease: Lease) -> None:
-        """Begin to compare times of whole answers, as nothing else tells the slots."""
+        """Begin to learn slots from the times of whole answers, if nothing else tells their number."""
         if self.capacity.max_num_seqs is None:
             from hetlb.balancer.core.slot_times import SlotTimes
 

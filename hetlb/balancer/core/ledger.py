@@ -58,7 +58,7 @@ class Ledger:
         return lease
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
-        """Give back what a lease booked; the instance that it was booked on. Readers are told the outcome."""
+        """Give back the bookings of a lease and report its outcome to the journals. Return its instance."""
         leased, key = self.leased, lease.key
         instance = leased[key]
         del leased[key]

@@ -13,7 +13,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 @mypyc_attr(acyclic=True)
 class _Targets(PickleByFields):
-    """`stated`: True if it has a target. Derived from its fields and none itself."""
+    """Base with `stated`, True if there is a target. It is derived from the other fields."""
 
     __slots__ = ("stated",)
 

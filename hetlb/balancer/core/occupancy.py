@@ -108,9 +108,9 @@ class Occupancy:
             self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
 
     def ending(self, answer_s: float, now: float) -> float:
-        """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
+        """Return the number of answers that end before a prompt from another instance arrives here.
 
-        The oldest prompt on its way shows how long the way takes; no more end than are on their way.
+        The age of the oldest transfer tells its duration. At most as many end as transfers are under way.
         """
         if self.incoming <= 0.0 or answer_s <= 0.0:
             return 0.0

@@ -51,7 +51,7 @@ class Predictor:
         return self.predict(request)
 
     def seen(self, model: str) -> float:
-        """Return how many answers of a model predictions rest on; infinite where they learn from none."""
+        """Return the number of answers of a model behind a prediction; infinite if none is needed."""
         return math.inf
 
     def observe(self, request: Request, output_tokens: float) -> None:
@@ -147,7 +147,10 @@ class _Histogram:
             self._fresh = False
 
     def follow(self, limit: int, expected: float, tokens: float) -> None:
-        """Count how far an answer went to its limit; `expected` is E[min(O, limit)] before it."""
+        """Count an answer for `share`: its distance from the expected length, on the way to its limit.
+
+        `expected` is E[min(O, limit)] before this answer.
+        """
         room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
         moved, rooms = self._followed.get(doubling, _NOTHING)
         moved += self._unit * room * (tokens - expected) / limit

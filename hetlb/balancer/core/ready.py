@@ -199,7 +199,10 @@ def _longest(instance: Instance) -> float:
 
 
 def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
-    """Return reasons by instance without whole requests: any role beside one without; else `prefill`."""
+    """Return reasons against instances by their roles, if the roles differ.
+
+    Whole requests go to instances of both phases if there are some, else to `decode` instances.
+    """
     roles = {each.spec.role for each in routable}
     if roles <= {Role.BOTH} or len(roles) == 1:
         return {}

@@ -129,7 +129,7 @@ class SpeedTracker:
 
     @property
     def confidence(self) -> float:
-        """Share of the seen seconds of answers in all that the factor rests on, 0 to 1."""
+        """Confidence in the factor, 0 to 1: observed seconds over the observed and `PRIOR_S` assumed ones."""
         return self._observed_s / (self._observed_s + PRIOR_S)
 
     @property
@@ -198,7 +198,7 @@ class SpeedTracker:
     def expected(
         self, model: LatencyModel, since: Mark, until: Mark, seconds: float, steps: float, budget: float
     ) -> tuple[float, bool]:
-        """Return the model's seconds of `steps` decode steps in `seconds` between two marks; many mixed?"""
+        """Return the predicted seconds of `steps` decode steps between two marks; True if many were mixed."""
         engine_s = seconds * self.engines
         running = (until.sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
@@ -234,7 +234,7 @@ class SpeedTracker:
         return self._observe(0.0, 0.0, now)
 
     def told(self, expected_s: float, seconds: float, now: float) -> bool:
-        """Take over the engine's own mean as the first evidence. Return True if it is some."""
+        """Take over the engine's own mean as first evidence. Return False if its figures are unusable."""
         if not (0.0 < expected_s < math.inf and 0.0 < seconds < math.inf):
             return False
         ratio = PRIOR_S / expected_s

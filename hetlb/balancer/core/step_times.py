@@ -41,7 +41,7 @@ def _first_cell(axis: tuple[int, ...]) -> _Cell:
 
 
 class _Cells(PickleByFields):
-    """First cells of the axes of a grid and its least factor, derived from its fields and none themselves."""
+    """First cells of the axes of a grid, and its least factor. They are derived from the other fields."""
 
     __slots__ = ("_first_batches", "_first_lengths", "least")
 

@@ -18,7 +18,7 @@ class WaitingTargets:
         self._patience_s: dict[str, float] = {}
 
     def due(self, request: Request, now: float, predicted: float) -> float:
-        """Return the latest time of the dispatch of a request that came now, for its targets to be met.
+        """Return the latest dispatch at which a request that comes now still meets its targets.
 
         A request without targets is due as late as any of its model.
         """

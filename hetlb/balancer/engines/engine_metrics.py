@@ -95,7 +95,7 @@ def _known(name: bytes) -> tuple[str, str]:
 
 @lru_cache(_KEPT_LABELS)
 def _passed(start: bytes) -> str | None:
-    """Return the prefix of the lines that begin so, None where one of them may be read."""
+    """Return the prefix of the lines with these first bytes if all of them can be skipped, else None."""
     if not start or start[:1] == b"#":
         return ""
     if start[:1] <= b" " or start[:1] == b"{":
@@ -250,7 +250,7 @@ def _began(series: Series) -> float | None:
 
 
 def _find(series: Series, names: Iterable[str]) -> tuple[str, dict[str, float]]:
-    """Return the first of some names that is there, and its series; the first name and none if none is."""
+    """Return the first of some names that the page has, with its series; without any, the first name."""
     names = tuple(names)
     for name in names:
         plain, _, label = name.partition("{")

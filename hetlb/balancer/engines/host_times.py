@@ -90,7 +90,7 @@ class HostTimes:
         )  # fmt: skip
 
     async def _while_free(self, instance: Instance, work: Coroutine[Any, Any, LatencyModel]) -> LatencyModel:
-        """Return the result of `work`, which a client's request ends. Raises `_DisturbedError`."""
+        """Return the result of `work`, cancelled if a request of a client comes. Raises `_DisturbedError`."""
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:

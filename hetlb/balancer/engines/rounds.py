@@ -101,7 +101,7 @@ class Rounds:
         return [name for _, name in found[: 1 + int(_SCANS * self.scan_s / self.pause_s)]]
 
     def light(self, seen: Looked, instance: Instance | None, now: float) -> bool:
-        """Return True for every second look at an idle engine: its page alone is read, as it shows both."""
+        """Return True if this look reads the metrics page alone: every second look at an idle engine."""
         seen.looks += 1
         idle = seen.interval_s > self._least_s and seen.looks % 2 == 0
         return idle and instance is not None and not self._matters(instance, now)

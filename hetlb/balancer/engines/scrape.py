@@ -284,7 +284,7 @@ class EngineWatch:
     # --- one look ---
 
     async def _run(self) -> None:
-        """Begin looks as they are due, one after the other: all of them have a share of the loop."""
+        """Begin looks as they come due, one after the other, within a share of the time of the event loop."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(self._rounds.scan_s)

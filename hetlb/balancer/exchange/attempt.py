@@ -22,7 +22,7 @@ from hetlb.balancer.exchange.owed import NOTHING, Owed
 
 
 class Attempt(Carried):
-    """Base of all, and itself the attempt of a request that waits for an instance: nothing is done."""
+    """Base of all attempts. The base itself stands for a request that waits for an instance."""
 
     __slots__ = ()
 
@@ -56,7 +56,7 @@ class Attempt(Carried):
 
     @property
     def owes(self) -> Owed:
-        """The debt of its engine now, which each watch asks."""
+        """Debt of the engine now, such as tokens or a reply (see `owed.py`)."""
         return NOTHING
 
     @property

@@ -112,7 +112,7 @@ class EngineAnswer:
         return self.tail if self.whole_only else payload
 
     def emptied(self, payload: bytes) -> bytes:
-        """Return a part of the body, with nothing in its fields about KV transfers."""
+        """Return a part of the body with its fields about KV transfers emptied."""
         transfers = self._transfers
         if transfers is None:
             if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
@@ -134,7 +134,7 @@ class EngineAnswer:
         return stream.usage()
 
     def end(self, generates: bool) -> End:
-        """Return how a whole answer ended, `usage` read before; `generates`: its request asks for tokens."""
+        """Return the end of a whole answer. Call `usage` first. `generates`: its request asks for tokens."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
@@ -150,7 +150,7 @@ class EngineAnswer:
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
 
     def is_usual(self, request: Request) -> bool:
-        """Return True if it is good at one look; else `form` and `model` say what it is."""
+        """Return True if the answer is plainly good. If not, `form` and `model` tell more."""
         if self.stream is not None or request.streamed or request.sequences > 1:
             return False
         return is_usual(self.tail, self._tokens, request.model)
@@ -183,7 +183,7 @@ class EngineAnswer:
         return model_of(sample) if len(sample) < TAIL_BYTES else ""
 
     def as_event(self, path: str) -> tuple[bytes, End]:
-        """Return a whole answer as an event of the stream that its client has begun to read, and its end."""
+        """Return a whole answer as an event of a stream that has begun, with the end of the stream."""
         status = self.head.status
         if self.stream is None and status >= 400:
             return error_responses.upstream_error_event(status, self.tail, path), self.end(True)

@@ -37,7 +37,7 @@ _DONE: Final = Phase.DONE
 
 
 class Host(Carrier):
-    """The process of the exchanges, as they know it."""
+    """Interface of the driver for its exchanges."""
 
     exchanges: dict[RequestId, Exchange]
 
@@ -256,6 +256,6 @@ class Exchange:
             response.client.end(keep=not response.closes)
 
     def enter(self, transition: Transition[Phase], now: float) -> None:
-        """Take a row of `exchange_states.TRANSITIONS`."""
+        """Change the state by a row of `exchange_states.TRANSITIONS`."""
         self.phase = transition.take(self.phase)
         self.since = now

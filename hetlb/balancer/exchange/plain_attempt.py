@@ -54,7 +54,7 @@ _STREAMING: Final = Phase.STREAMING
 
 
 class Handling:
-    """State what one kind of request does at the seams of its attempt; the base is a plain request's.
+    """Steps of an attempt that differ by kind of request; the base class has a plain request's steps.
 
     `reruns`: a request without a byte of an answer's body is run again until one comes. `upgrades`: it asks
     for another protocol. `keeps`: its answer is kept for now, and decides nothing. `hung_s`: seconds for
@@ -83,7 +83,7 @@ class Handling:
             answer.read_as(StreamedAnswer(attempt.exchange.call.hold_usage, silent))
 
     def begins(self, attempt: Plain, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
-        """Return the bytes of the first reads of a body that go on, None if none do for now."""
+        """Return the bytes to pass on of the first reads of a body, None to wait for more."""
         return payload
 
     def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class Handling:
         otherwise()
 
     def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
-        """Return True if the clocks of the attempt stand now."""
+        """Return True if no limit of time holds for the attempt now."""
         return False
 
     def moves(self, attempt: Plain) -> bool:
@@ -226,7 +226,7 @@ class Plain(Attempt):
         return True
 
     def _first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
-        """Look at the first bytes of a body; return the bytes that go on, None if none do for now."""
+        """Look at the first bytes of a body; return the bytes to pass on, None to wait for more."""
         kept = self.handling.begins(self, answer, payload, whole)
         if kept is None:
             return None
@@ -494,13 +494,13 @@ class Plain(Attempt):
 
 
 def _enter(exchange: Exchange, transition: Transition[Phase], now: float) -> None:
-    """Take a row for a request without a prefill leg under way: else that leg counts."""
+    """Change the state of a request, unless its prefill leg is under way."""
     if exchange.phase is not _PREFILLING:
         exchange.enter(transition, now)
 
 
 def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
-    """Put exact counts in the place of estimates, where the engine gave them."""
+    """Replace estimates by the exact counts of the engine, if it gave some."""
     completion, prompt, cached = answer.usage()
     exchange, record = attempt.exchange, attempt.exchange.record
     sensible = record.counted(completion, prompt, cached)
@@ -517,7 +517,7 @@ def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
 
 
 def _judged(attempt: Plain, answer: EngineAnswer) -> End:
-    """Return how an answer to a chat or a completion ended, by its form; the lease keeps if it is odd."""
+    """Return how an answer to a chat or a completion ended, by its form; mark the lease of an odd one."""
     lease = attempt.lease
     form = answer.form(lease.request)
     if form == WRONG:
@@ -592,7 +592,7 @@ def _end_silent(exchange: Exchange) -> None:
 
 
 def _waits_on(exchange: Exchange, hung_s: float | None, now: float) -> bool:
-    """Return True while no clock ends it: its engine works, or the client's stated time lasts.
+    """Return True if the wait may go on: the engine works, or the time stated by the client is not over.
 
     `hung_s`: seconds that its engine is known to stand still; None: it works, 0.0: not known.
     """

@@ -15,7 +15,7 @@ LAST_EVENT: Final = b"data: [DONE]\n\n"
 
 
 class StreamedAnswer(SseWatcher):
-    """The stream of one answer. What passes for every token allocates nothing but what it counts."""
+    """The stream of one answer. A token allocates no memory but for its counts."""
 
     __slots__ = (
         "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_vain", "last", "lost",

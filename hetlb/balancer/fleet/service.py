@@ -443,7 +443,7 @@ class Service(FleetService):
         self._front.open_log()
 
     def _watch_sleep(self, fleet: Fleet) -> None:
-        """Let the instances sleep that the file says so of."""
+        """Let instances sleep that have the key `wake` in the file."""
         tables = {name: each.table.wake for name, each in fleet.listed.items() if each.table.wake is not None}
         if tables and self._sleep is None:
             self._sleep = self.options.sleep_watch(self.scheduler, self.scheduling.change, self.driver.pools)
@@ -551,7 +551,7 @@ class Service(FleetService):
 
 
 def tune_gc() -> None:
-    """Collect garbage seldom, and only what requests leave behind: hardly anything of them is a cycle."""
+    """Run the garbage collector rarely: requests leave hardly any reference cycles behind."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GARBAGE_CONTAINERS, 10, 10)

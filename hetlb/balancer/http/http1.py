@@ -53,7 +53,7 @@ class GateError(Exception):
 
 
 def number(value: bytes | None) -> float | None:
-    """Return the number of a header's value, None where it is none of plain digits."""
+    """Return the number in a value of a header, None unless it is plain digits."""
     return None if value is None or _NUMBER.fullmatch(value) is None else float(value)
 
 

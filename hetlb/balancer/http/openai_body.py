@@ -189,7 +189,7 @@ def _plain(text: str) -> str:
 
 
 def _counts(fields: RequestFields | NumberFields) -> Any:
-    """Return the limits of the output, the first that is stated first, and `n`, `best_of`, `priority`."""
+    """Return the limit of the output (the first one stated), `n`, `best_of` and `priority`."""
     return (
         fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens,
         fields.n, fields.best_of, fields.priority,

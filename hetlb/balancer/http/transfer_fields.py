@@ -52,7 +52,7 @@ def fields_of(body: bytes, known_bytes: int = 0) -> dict[str, msgspec.Raw]:
 
 
 def without_transfer_fields(body: bytes, known_bytes: int = 0, depth: int = 0) -> bytes:
-    """Return a JSON object without these fields; the same bytes without any.
+    """Return a JSON object without these fields, unchanged if it has none.
 
     `known_bytes` of it are values that hold none. Raises `msgspec.DecodeError`, `GateError` (400).
     """

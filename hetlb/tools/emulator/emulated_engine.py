@@ -143,7 +143,7 @@ def _names(profile: Profile, names: Sequence[str], where: str) -> tuple[str, ...
 
 
 def _check_kv(kv: KvSettings, data_parallel_size: int, prefix_caching: bool) -> None:
-    """Raise `ConfigError` unless an engine can have both the connector and the rest."""
+    """Raise `ConfigError` unless an engine can have this connector beside its other settings."""
     if data_parallel_size > 1:
         raise ConfigError(f"--kv-transfer: expected --data-parallel-size 1, got {data_parallel_size}")
     if prefix_caching:

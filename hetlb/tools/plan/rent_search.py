@@ -251,9 +251,9 @@ def better(problem: Problem, one: MeasuredPlan | None, other: MeasuredPlan | Non
 
 
 def _known_mix(problem: Problem, c: Configuration, *, careful: bool) -> Configuration:
-    """Return a configuration as its measured mix says: a further way to run it, if that serves more.
+    """Return a configuration with its measured mix as one more way to run it, if that serves more.
 
-    If it serves less than by turns, a careful start takes as much off all rates.
+    If the mix serves less than one type after the other, a careful start lowers all rates by that share.
     """
     if c.mix_rate is None or len(c.throughput) < 2:
         return c

@@ -41,7 +41,10 @@ class BalancePart:
 def sentence(
     parts: Sequence[BalancePart], waiting: int, policy: str, requests: int = 1 << 30
 ) -> tuple[bool, str]:
-    """Return True if the work is shared as it should be, and a sentence; few `requests` have large shares."""
+    """Return True if the work is shared well, and a sentence that says it.
+
+    The shares of few `requests` vary much by chance, so a larger difference counts as well.
+    """
     able = [part for part in parts if not part.out]
     gone = [f"{part.name} is {part.out}" for part in parts if part.out]
     out = "; ".join(gone[:_LISTED] + ([f"{len(gone) - _LISTED} more are out"] if gone[_LISTED:] else []))

@@ -56,7 +56,7 @@ def page_file(path: str) -> web.Response:
 class EventStream:
     """Calls `snapshot` (a JSON document without line ends) once a second while there are listeners.
 
-    If one takes long it is called less often: `_SHARE` of the loop is for it.
+    A slow snapshot is made less often, so that it takes at most `_SHARE` of the time of the event loop.
     """
 
     def __init__(self, snapshot: Callable[[], bytes], interval_s: float = INTERVAL_S) -> None:
@@ -102,7 +102,7 @@ class EventStream:
         self._news.set()
 
     def _publish(self) -> None:
-        """Make a snapshot for all, now and again; the timer ends where there is no listener any more."""
+        """Send a snapshot to all listeners, and the next one later; the timer ends with the last listener."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

@@ -47,7 +47,7 @@ class StateDocuments(Protocol):
 
 
 class Snapshots:
-    """The page over `source` and its events, which hold `documents` of the admin listener."""
+    """Files of the dashboard, and its events about a service."""
 
     def __init__(self, source: FleetService, documents: StateDocuments) -> None:
         self._source = source
@@ -96,7 +96,7 @@ class Snapshots:
 
 
 def _shown(recent: Recent, now: float) -> list[Stretch]:
-    """Return the last five minutes, up to the last stretch that is over at `now`."""
+    """Return the complete stretches of the last five minutes."""
     end = math.floor(now / BIN_S)
     return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
 

@@ -30,7 +30,7 @@ def precedes(each: Sight, found: Sight) -> bool:
 
 
 def worth_a_try(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sight) -> Sight:
-    """Return an idle instance of assumed speed if it may be about as good as the one found, else that one.
+    """Return an idle instance of assumed speed if it may be about as good as the found one, else that.
 
     It may be as fast as the fastest one that is known. Its answer will show its speed.
     """

@@ -113,9 +113,9 @@ class Evaluation:
                 full = each.score
 
     def _score(self, full: Sight | None, holder: Sight | None) -> bool:
-        """Rate what may get the request, or decide about it; True if targets keep an instance free.
+        """Rate the instances that may get the request. Return True if targets keep an instance free.
 
-        The rest is rated later, for people alone, unless the terms may change until then.
+        The others are rated later, for display, unless their terms may have changed by then.
         """
         ctx, request = self._ctx, self._ctx.request
         targets = bool(ctx.demand.protected) or request.service.stated

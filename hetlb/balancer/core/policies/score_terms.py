@@ -89,16 +89,17 @@ def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
 
 
 def coming_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the seconds that its prompt delays prompts that come there later, all together.
+    """Return the total delay of later prompts at this instance by the prompt of the request, in seconds.
 
-    A prompt that takes s seconds joins W seconds of others in a queue at which r come per second. Prompts to
-    come until it has been read wait longer, s r (W + s/2) in all. An M/G/1 queue has 1 / (1 - r m) times as
-    much, m being their mean time (Hyytia et al., Size- and state-aware dispatching, EJOR 217, 2012); but
-    others are sent elsewhere (`ordinary.py`: p99 of one token 0.69 of the best other with it, 0.94 without).
+    While requests keep coming: a prompt that takes s seconds joins W seconds of other prompts; r prompts come
+    per second. The prompts that come until it is computed wait s r (W + s/2) seconds longer in all. An M/G/1
+    queue has 1 / (1 - r m) times as much for a mean prompt of m seconds (Hyytia et al., Size- and state-aware
+    dispatching, EJOR 217, 2012). That factor is left out, as later requests are sent elsewhere
+    (`ordinary.py`: p99 of one token 0.69 of the best other with this term, 0.94 without).
 
-    Once no more are expected, as many again as wait to be read. They are the same number on each instance:
-    counted where they wait, long prompts would stay with many short ones. Tokens that one instance holds and
-    this one would read again delay the prompts that wait here.
+    While no more requests are expected: as many prompts come as wait to be computed. Their number is taken to
+    be the same at each instance. If each instance counted its own, long prompts would stay where many short
+    ones wait. Tokens that another instance has in its cache delay the prompts that wait here.
     """
     if not ctx.goes_on:
         again_s = each.prompts * (ctx.most_cached - each.cached) * each.cost.token_prefill_s
