@@ -40,6 +40,12 @@ def count(metric: str, by: str = "") -> str:
     return f"{grouped} (increase({metric}{{{_PROXY}}}[$__rate_interval]))"
 
 
+def counted(metric: str, by: str, matchers: str = "") -> str:
+    """Return the growth of counters, with a series' first event, which `increase` does not see."""
+    own = f"{metric}{{{_PROXY}{matchers}}}"
+    return f"sum by ({by}) (clamp_min({own} - ({own} offset $__rate_interval or 0 * {own}), 0))"
+
+
 def quantiles(title: str, metric: str, unit: str, by: str = "model", about: str = "") -> Panel:
     """Return the panel of a histogram: median, 90th and 99th percentile by a label."""
     labels = f"le, {by}" if by else "le"
@@ -178,9 +184,9 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
                 "percentunit",
                 (
                     (
-                        rate("hetlb_requests_total", "model", ',cause=~"engine|hetlb"')
+                        counted("hetlb_requests_total", "model", ',cause=~"engine|hetlb"')
                         + " / "
-                        + rate("hetlb_requests_total", "model"),
+                        + counted("hetlb_requests_total", "model"),
                         "{{model}}",
                     ),
                 ),
@@ -197,10 +203,10 @@ BOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             ),
             Panel(
                 "Leases that ended badly",
-                "reqps",
+                "short",
                 (
                     (
-                        rate(
+                        counted(
                             "hetlb_instance_requests_total",
                             "server, outcome",
                             ',outcome!~"ok|client_gone|bad_request|upstream_refused"',

@@ -70,7 +70,8 @@ def test_every_metric_and_label_named_is_one(where: str, expression: str) -> Non
         kind, own = METRICS[family if histogram else name]
         labels |= own
         assert (kind == "histogram") == (name != family), f"{where}: {name}"
-        assert (kind != "counter") or re.search(r"(rate|increase)\(" + name, expression), f"{where}: {name}"
+        grows = re.search(rf"(rate|increase)\({name}|{name}{{.*}} offset", expression)
+        assert kind != "counter" or grows, f"{where}: {name}"
     matchers = re.findall(r"[{,]\s*([a-z_]+)\s*(?:=~|!~|!=|=)", expression)
     grouped = [
         label for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in group.split(",")
