@@ -44,6 +44,7 @@ class AdminClient:
     def __init__(self, text: str | None) -> None:
         """`text` is the value of `--admin`. Raises `InputError`."""
         self.url = check_base(text or DEFAULT_URL, "--admin", DEFAULT_URL)
+        self._is_stated = bool(text)
         self._token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not self._token.isascii() or not self._token.isprintable():
             raise InputError(
@@ -116,7 +117,10 @@ class AdminClient:
             why = "it does not speak TLS: use http://"
         elif isinstance(cause, ConnectionResetError | http.client.RemoteDisconnected):
             why = "it closes the connection without an answer; if it speaks TLS, use https://"
-        return NoAnswerError(self._no_proxy(why), why)
+        if self._is_stated:
+            return NoAnswerError(self._no_proxy(why), why)
+        advice = "start it with `hetlb serve`, or name its admin address with --admin"
+        return NoAnswerError(f"expected a running proxy at {self.url!r}: {why}; {advice}", why)
 
     def _no_proxy(self, why: object) -> str:
         return f"--admin: expected the admin address of a running proxy, got {self.url!r}: {why}"

@@ -17,7 +17,8 @@ from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
+from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, declare, whole
+from hetlb.cli.request_files import add_load
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError, visible
 from hetlb.extras import require
@@ -226,7 +227,7 @@ def _read_rows(args: argparse.Namespace, *, recorded: bool) -> list[Row]:
     rng = random.Random(args.seed)
     name, path = args.dataset_name, args.trace or args.dataset_path
     if (args.trace is None) == (name is None and args.dataset_path is None):
-        raise InputError("expected either --trace, or --dataset-name and --dataset-path")
+        raise InputError("expected --trace FILE, --dataset-name random, or --dataset-path FILE")
     count = args.num_prompts or _DATASET_PROMPTS
     if name == "random":
         if recorded:

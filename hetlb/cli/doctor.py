@@ -14,7 +14,7 @@ from urllib.parse import urljoin, urlsplit
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.admin.causes import KEY_ADVICE, LEAST_KV_TOKENS
-from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.engines.engine_mistakes import next_step, small_cache, without_load
@@ -34,10 +34,10 @@ from hetlb.cli.doctor_local import (
     several_addresses,
 )
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
-from hetlb.cli.flags import add_json, declare, print_document
+from hetlb.cli.flags import add_json, declare, print_document, stated_fleet
 from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.cli.serving_options import OPTIONS
-from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of, visible
+from hetlb.errors import ConfigError, ConfigErrors, reason_of, visible
 from hetlb.tasks import ended
 from hetlb.tools.tables import Console
 
@@ -47,7 +47,6 @@ MOST_SKEW_S: Final = 5.0
 _FULL_KV_SHARE: Final = 0.8
 #: Factor between steps by the profiles of one model beyond which one is wrong: GPUs' bandwidths differ by 25.
 _OTHER_STEP_FACTOR: Final = 40
-_DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Seconds for a source of instances to report all it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
@@ -76,9 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 1 if one is not ok."""
-    if args.config is not None and args.instance:
-        raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
-    fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or _DEFAULT_FILE)
+    fleet = stated_fleet(args)
     found = asyncio.run(examine(fleet))
     if not args.instance:
         found += of_running(fleet)

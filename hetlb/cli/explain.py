@@ -27,7 +27,8 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
-from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
+from hetlb.cli.flags import COUNT, add_json, declare, number, print_document, real, whole
+from hetlb.cli.request_files import event_log
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError, visible
 from hetlb.options.event_log.eventlog import Replay

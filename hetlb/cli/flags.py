@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hetlb.errors import InputError, TraceError
-from hetlb.files import reader
+from hetlb.errors import InputError
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.fleet import Fleet
+
+#: Fleet file of commands that are given none.
+DEFAULT_FILE = Path("fleet.yaml")
 
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
@@ -32,6 +34,20 @@ def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
         parser.add_argument(name, help=text, **more)
 
     return add
+
+
+def stated_fleet(args: argparse.Namespace) -> Fleet:
+    """Return the fleet of `--config` or `--instance`, else of the default file. Raises `InputError`."""
+    from hetlb.balancer.config.fleet import fleet_from_urls, load_fleet
+
+    if args.config is not None and args.instance:
+        raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
+    if args.config is None and not args.instance and not DEFAULT_FILE.exists():
+        raise InputError(
+            f"{DEFAULT_FILE}: no such file; write it with `hetlb init URL... > {DEFAULT_FILE}`, "
+            "or name servers with --instance URL"
+        )
+    return fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or DEFAULT_FILE)
 
 
 def changed(table: Any, **values: Any) -> Any:
@@ -52,40 +68,6 @@ def print_document(args: argparse.Namespace, document: object, show: Callable[[]
     else:
         show()
     return 0
-
-
-def add_load(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a load, common to `bench` and `simulate`."""
-    from hetlb.tools.loadtest.options import read_waves
-
-    add = declare(parser)
-    add("--trace", "requests: hetlb's CSV, or a public trace as it is", "T.csv", Path)
-    rates = "requests/s, inf (all at once) or trace (recorded arrivals); several: 2,4,inf"
-    add("--request-rate", rates, "R", default="inf")
-    add("--burstiness", "gamma shape of the gaps (default 1: Poisson; inf: constant)", "X", POSITIVE, 1.0)
-    add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF", read_waves)
-
-
-@contextlib.contextmanager
-def event_log(path: Path) -> Iterator[TextIO]:
-    """Yield the lines of an event log. Raises `TraceError` if it cannot be read or followed."""
-    try:
-        with io.TextIOWrapper(reader(path), encoding="utf-8") as lines:
-            yield lines
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
-    except ValueError as error:
-        raise TraceError(f"{path}: expected an event log of hetlb: {error}") from error
-
-
-def secret(flag: str, variable: str) -> str:
-    """Return value of the environment variable that a flag names. Raises `InputError` if it is not set."""
-    value = os.environ.get(variable, "").strip()
-    if not value:
-        raise InputError(f"{flag}: expected a variable with a key, but {variable!r} is not set")
-    return value
 
 
 def number(text: str) -> float:
@@ -131,11 +113,3 @@ POSITIVE = real("a number above 0", lambda value: value > 0)
 FINITE = real("a number above 0", lambda value: 0 < value < math.inf)
 FRACTION = real("0 to 1", lambda value: 0 <= value <= 1)
 SHARE = real("a share above 0 up to 1", lambda value: 0 < value <= 1)
-
-
-def add_input_limit(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of commands that read files of requests."""
-    from hetlb.tools.workload.input_limit import DEFAULT_MIB
-
-    text = f"largest file of requests, unpacked (default {DEFAULT_MIB})"
-    declare(parser)("--max-input-mib", text, "MIB", whole(1, 1 << 20), DEFAULT_MIB)

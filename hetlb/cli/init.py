@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 from urllib.parse import urlsplit
 
 from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
-from hetlb.cli.flags import declare, secret
-from hetlb.errors import HetlbError, visible
+from hetlb.cli.flags import declare
+from hetlb.errors import HetlbError, InputError, visible
 
 #: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the file; warnings go to stderr."""
     urls = [each.url for each in fleet_from_urls(args.urls, "URL").instances]
-    key = args.api_key_env and secret("--api-key-env", args.api_key_env)
+    key = args.api_key_env and _secret("--api-key-env", args.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))
     for url, facts in found.items():
@@ -37,6 +38,14 @@ def run(args: argparse.Namespace) -> int:
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
     return 0
+
+
+def _secret(flag: str, variable: str) -> str:
+    """Return value of the environment variable that a flag names. Raises `InputError` if it is not set."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise InputError(f"{flag}: expected a variable with a key, but {variable!r} is not set")
+    return value
 
 
 def why_unknown(facts: EngineFacts) -> str:

@@ -6,11 +6,9 @@ Exit status: 0 done, 2 wrong usage or input (one line on stderr), 1 anything els
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -123,14 +121,10 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises its errors as `InputError`."""
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"invalid choice: '([^']*+)' \(choose from (.*+)", message):
-            close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
-        elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            flags = {flag for action in actions(self) for flag in action.option_strings}
-            close = difflib.get_close_matches(wrong[1], sorted(flags), n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
-        raise InputError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+        from hetlb.cli.suggestions import suggestion
+
+        meant = suggestion(message, list(actions(self)))
+        raise InputError(f"{message.removeprefix('argument ')}{meant} (see {self.prog} --help)")
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -168,7 +162,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         try:
             _module(name).add_arguments(sub)
             if any(action.dest in _REQUESTS for action in actions(sub)):
-                from hetlb.cli.flags import add_input_limit
+                from hetlb.cli.request_files import add_input_limit
 
                 add_input_limit(sub)
         except ModuleNotFoundError as error:

@@ -17,11 +17,11 @@ import msgspec
 import uvloop
 
 from hetlb import systemd
-from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.balancer.config.fleet import Fleet, check_policy
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS, Listen
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
-from hetlb.cli.flags import PORT, changed, declare, whole
+from hetlb.cli.flags import PORT, changed, declare, stated_fleet, whole
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError
 from hetlb.logs import logging_to_stderr, plain_line
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 #: Hosts that stand for every address of the machine.
 _EVERY = {"0.0.0.0", "::", ""}
-#: Fleet file of commands that are given none.
-DEFAULT_FILE = Path("fleet.yaml")
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,9 +185,7 @@ async def run_service(
 
 def fleet_of(args: argparse.Namespace) -> Fleet:
     """Return the fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
-    if args.config is not None and args.instance:
-        raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
-    fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or DEFAULT_FILE)
+    fleet = stated_fleet(args)
     listen = fleet.file.listen
     if not isinstance(listen, Listen) and (args.host is not None or args.port is not None):
         raise InputError(f"--host, --port: expected one address under listen in the file, got {len(listen)}")

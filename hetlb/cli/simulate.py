@@ -13,7 +13,8 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
-from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
+from hetlb.cli.flags import COUNT, INTEGER, add_json, declare, print_document, whole
+from hetlb.cli.request_files import add_load, event_log
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError, PlanError, TraceError, visible
 from hetlb.options.event_log.eventlog import Replay

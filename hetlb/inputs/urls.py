@@ -25,17 +25,22 @@ def check_url(url: str, where: str, *, prefixed: bool = False) -> str:
     parts = _split(url)
     path = "" if parts is None else parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     if parts is None or parts.query or (path and not prefixed) or "/v1/" in path:
-        scheme = "//" not in url and _split(f"http://{url}") is not None
-        meant = f" (did you mean http://{url}?)" if scheme else ""
-        raise ConfigError(f"{where}: expected a URL like http://host:8000, got {_shown(url)}{meant}")
+        raise _no_url(url, where, "http://host:8000")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 def check_base(url: str, where: str, example: str) -> str:
     """Normalise an http(s) URL that may have a path: no trailing slash. Raises `ConfigError`."""
     if _split(url) is None or "?" in url:
-        raise ConfigError(f"{where}: expected a URL like {example}, got {_shown(url)}")
+        raise _no_url(url, where, example)
     return url.rstrip("/")
+
+
+def _no_url(url: str, where: str, example: str) -> ConfigError:
+    """Return the error of a text that is no URL, with a suggestion if only the scheme is missing."""
+    without_scheme = "//" not in url and _split(f"http://{url}") is not None
+    meant = f" (did you mean http://{url}?)" if without_scheme else ""
+    return ConfigError(f"{where}: expected a URL like {example}, got {_shown(url)}{meant}")
 
 
 def check_stage_url(url: str, where: str) -> str:

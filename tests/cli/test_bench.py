@@ -561,7 +561,7 @@ WRONG = [
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2"),
     (["--plot", "/nowhere/to/x.png"], "--plot: expected a file in a folder that exists"),
     (["--timeout", "0"], "--timeout: expected a number above 0, got 0"),
-    (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
+    (["--dataset-name", "random"], "expected --trace FILE, --dataset-name random, or --dataset-path"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
     (["--plot", "x.html"], "--plot: expected a picture file, one of .png"),
     (["--save-result", "--result-dir", "/nowhere/to"], "--result-dir: expected a folder that exists"),
@@ -583,7 +583,7 @@ def test_wrong_flags_are_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "expected either --trace, or --dataset-name"),
+        ([], "expected --trace FILE, --dataset-name random, or --dataset-path"),
         (["--dataset-name", "custom"], "--dataset-path: expected a file for custom"),
         (
             ["--dataset-name", "random", "--request-rate", "trace"],

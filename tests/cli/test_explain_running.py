@@ -93,7 +93,7 @@ def test_a_sentence_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -
         (["--config", "x.yaml", "--last", "3"], "--last: expected it with --admin"),
         (
             ["--url", "localhost"],
-            "--admin: expected a URL like http://127.0.0.1:8081, got 'localhost'",
+            "--admin: expected a URL like http://127.0.0.1:8081, got 'localhost' (did you mean http://localhost?)",
         ),
         (["--url", "http://127.0.0.1:1"], "--admin: expected the admin address of a running proxy, got"),
     ],
@@ -110,7 +110,9 @@ def test_the_address_is_of_a_proxy_on_this_machine(
 ) -> None:
     monkeypatch.setattr(adminclient, "DEFAULT_URL", "http://127.0.0.1:1")
     assert main(["explain", "--last", "1"]) == 2
-    assert "'http://127.0.0.1:1': Connection refused" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected a running proxy at 'http://127.0.0.1:1': Connection refused; start it with" in error
+    assert error.count("--admin") == 1  # it was not typed
 
 
 async def test_an_answer_that_is_no_proxys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

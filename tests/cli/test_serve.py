@@ -325,7 +325,10 @@ def test_a_fleet_or_addresses_but_not_both(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["serve"]) == 2
-    assert capsys.readouterr().err == "hetlb serve: fleet.yaml: no such file\n"
+    assert capsys.readouterr().err == (
+        "hetlb serve: fleet.yaml: no such file; write it with `hetlb init URL... > fleet.yaml`, "
+        "or name servers with --instance URL\n"
+    )
     assert main(["serve", "--config", str(tmp_path), "--instance", "http://h:1"]) == 2
     assert capsys.readouterr().err.count("expected either --config") == 1
     Path("fleet.yaml").write_text(FLEET)

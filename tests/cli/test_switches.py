@@ -62,7 +62,7 @@ async def test_an_instance_that_is_none_and_the_clients_port_are_one_line(tmp_pa
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         admin = f"http://127.0.0.1:{running.service.admin.address[1]}"
         code, _, errors = await hetlb("drain", "../x", "--admin", admin)
-        assert (code, errors) == (2, "hetlb drain: there is no instance '../x'\n")
+        assert (code, errors) == (2, "hetlb drain: instance: expected one of i0, got '../x'\n")
         clients = f"http://127.0.0.1:{running.port}"
         code, _, errors = await hetlb("drain", "i0", "--admin", clients)
         assert (code, errors.count("\n")) == (2, 1)

@@ -38,6 +38,10 @@ def test_every_help_ends_with_an_example_that_works(command: str, capsys: pytest
         (("serve", "--confg", "fleet.yaml"), "--config"),
         (("serv",), "serve"),
         (("top", "--onec"), "--once"),
+        (("serve", "fleet.yaml"), "--config fleet.yaml"),
+        (("serve", "http://a:8000"), "--instance http://a:8000"),
+        (("status", "http://a:8081"), "--admin http://a:8081"),
+        (("bench", "trace.csv", "--url", "http://a:1"), "--trace trace.csv"),
     ],
 )
 def test_what_is_misspelt_gets_a_suggestion(

@@ -184,7 +184,8 @@ async def test_states_that_are_none(tmp_path: Path, body: Any, message: str) -> 
 async def test_the_state_of_an_unknown_instance(tmp_path: Path) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         reply = await running.admin("PUT", "/v1/fleet/instances/i9/state", {"state": "drain"})
-        assert (reply.status, reply.message) == (404, "there is no instance 'i9'")
+        assert reply.status == 404
+        assert reply.message == "instance: expected one of i0, got 'i9'"
 
 
 async def test_a_notice_holds_until_it_is_taken_back(
@@ -280,7 +281,8 @@ async def test_an_instance_comes_and_goes(tmp_path: Path) -> None:
             assert {(await each).status for each in answers} == {200}  # what it is answering goes on
             assert (await running.ask()).headers["x-hetlb-instance"] == "i0"
             gone = await running.admin("DELETE", f"/v1/fleet/instances/{name}")
-            assert (gone.status, gone.message) == (404, f"there is no instance {name!r}")
+            assert gone.status == 404
+            assert gone.message.startswith("instance: expected one of i0, got ")
 
 
 @pytest.mark.parametrize(

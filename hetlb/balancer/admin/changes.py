@@ -20,7 +20,7 @@ from hetlb.balancer.fleet.operator_changes import (
     Unregister,
 )
 from hetlb.errors import NOT_JSON, InputError
-from hetlb.inputs.mistakes import short
+from hetlb.inputs.mistakes import one_of, short
 
 
 async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
@@ -39,8 +39,9 @@ async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]
 def _instance(api: AdminApi, request: web.Request) -> str:
     """Name of the instance in the path. Raises `HTTPNotFound`."""
     name = request.match_info["name"]
-    if not any(each.name == name for each in api.control.scheduler.instances):
-        raise web.HTTPNotFound(text=f"there is no instance {name[:80]!r}")
+    names = [each.name for each in api.control.scheduler.instances]
+    if name not in names:
+        raise web.HTTPNotFound(text=f"instance: {one_of(name, names)}")
     return name
 
 

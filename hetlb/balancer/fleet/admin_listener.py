@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ def named(what: str, host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         if error.errno == errno.EADDRINUSE:
             reason += " (a running hetlb: stop it, or take its place with --replace)"
         raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error
