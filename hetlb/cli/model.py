@@ -38,7 +38,7 @@ def _lines(facts: ModelFacts) -> list[str]:
     return [
         facts.name,
         f"  parameters  {facts.parameters:,}{active}",
-        f"  weights     {facts.weight_bytes:,} bytes",
+        f"  weights     {facts.weight_bytes:,} bytes{_encoders(facts)}",
         "  layers      " + ", ".join(f"{count} {kind}" for kind, count in document["layers"].items()),
         "  cache       " + _cache(facts.needed),
         "              "
@@ -48,6 +48,13 @@ def _lines(facts: ModelFacts) -> list[str]:
         *given,
         f"  degrees     tensor parallel {degrees}" + _experts(facts),
     ]
+
+
+def _encoders(facts: ModelFacts) -> str:
+    counted = facts.encoder_parameters
+    words = f", {counted:,} parameters of encoders in them" if counted else ""
+    unknown = ", ".join(facts.uncounted)
+    return words + (f", without {unknown}, whose sizes are not known" if unknown else "")
 
 
 def _experts(facts: ModelFacts) -> str:

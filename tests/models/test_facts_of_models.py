@@ -403,3 +403,42 @@ def test_sparse_attention_is_counted_in_the_rows_that_vllm_keeps(
     # A stated size of the cache is the engine's: its rows are in force no more.
     stated = PlanModelTable(name="m", config="config.json", kv_bytes_per_value=2.0)
     assert read_model(stated, tmp_path / "c.yaml", "model").kv_bytes_per_token == 85_888
+
+
+#: Of `config.json` of Qwen3-VL-2B-Instruct: 2.13 billion parameters by its model card, 0.41 of images.
+QWEN3_VL: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text", "hidden_size": 2048, "num_hidden_layers": 28, "vocab_size": 151936,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024, "in_channels": 3,
+        "intermediate_size": 4096, "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2048,
+        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "model_type": "qwen3_vl",
+    },
+}  # fmt: skip
+
+
+def test_weights_hold_the_encoder_of_images() -> None:
+    found = facts(QWEN3_VL)
+    assert found.parameters == pytest.approx(2.1275e9, rel=0.001)
+    assert found.encoder_parameters == pytest.approx(0.19 * found.parameters, rel=0.01)
+    assert (found.weight_bytes, found.uncounted) == (2 * found.parameters, ())
+    assert found.active_parameters == found.parameters - found.encoder_parameters
+
+
+def test_an_encoder_without_sizes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**QWEN3_VL, "audio_config": {"n_fft": 400}}))
+    assert main(["model", str(path)]) == 0
+    assert "parameters of encoders in them, without audio_config" in capsys.readouterr().out
+    assert facts(QWEN3_VL, audio_config={"n_fft": 400}).uncounted == ("audio_config",)
+
+
+@given(st.sampled_from(sorted(QWEN3_VL["vision_config"])), st.sampled_from(WRONG))
+def test_any_size_of_an_encoder_is_understood_or_refused(key: str, value: object) -> None:
+    encoder = {**QWEN3_VL["vision_config"], key: value}
+    with contextlib.suppress(ConfigError):
+        assert facts(QWEN3_VL, vision_config=encoder).encoder_parameters >= 0

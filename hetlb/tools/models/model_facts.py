@@ -1,7 +1,7 @@
 """Facts of a model by its `config.json`: parameters, bytes of weights and cache, layers by kind, degrees.
 
-The one place that planners, simulator and profiler ask. Draft layers (MTP) and encoders of images or sound
-are left out of the weights: an engine loads the first only to speculate, and the latter are small.
+The one place that planners, simulator and profiler ask. Draft layers (MTP) are left out of the weights: an
+engine loads them only to speculate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.errors import ConfigError
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted
+from hetlb.tools.models.encoders import encoder_parameters
 from hetlb.tools.models.families import (
     FAMILIES,
     GENERATES,
@@ -63,7 +64,8 @@ class ModelFacts:
     engine gives a sequence, None if it is as large as the need. `format_share` of the passed parameters are
     multiplied in `weight_format`, the others in bf16. `kv_cache_dtype`: vLLM's own rows that it sets aside.
     `head_parameters`: of the output, computed for the last token of a prompt. `copied_parameters`: computed
-    by each GPU of a tensor-parallel group.
+    by each GPU of a tensor-parallel group. `encoder_parameters`: of encoders of images and sound, which text
+    does not pass; `uncounted` are the tables of encoders without known sizes.
     """
 
     name: str
@@ -92,6 +94,8 @@ class ModelFacts:
     kv_cache_dtype: str = ""
     head_parameters: int = 0
     copied_parameters: int = 0
+    encoder_parameters: int = 0
+    uncounted: tuple[str, ...] = ()
 
     @property
     def needed(self) -> KvBytes:
@@ -170,7 +174,7 @@ class ModelFacts:
             weight_bytes=found.size_bytes,
             expert_bytes=expert_bytes,
             parameters=found.parameters,
-            active_parameters=found.parameters - idle,
+            active_parameters=found.parameters - idle - self.encoder_parameters,
             expert_parameters=found.expert_parameters,
         )
 
@@ -209,6 +213,8 @@ class ModelFacts:
             "name": self.name,
             "parameters": self.parameters or None,
             "active_parameters": self.active_parameters or None,
+            "encoder_parameters": self.encoder_parameters,
+            "encoders_not_counted": list(self.uncounted),
             "weight_bytes": self.weight_bytes or None,
             "kv_bytes_per_token": _number(self.kv_bytes_per_token),
             "kv_windows": [
@@ -283,7 +289,15 @@ def read_facts(raw: Mapping[str, Any], name: str, *, weighed: bool = False) -> M
         quantization = read_quantization(quantization_of(raw), expert_type, weighed=weighed)
     except _WRONG_VALUES as error:
         raise ConfigError(f"quantization_config: expected other values, {error}"[:200]) from error
-    return _facts(name, keys, model_type, layers, rest, quantization)
+    found = _facts(name, keys, model_type, layers, rest, quantization)
+    encoders, uncounted = encoder_parameters(raw, found.hidden_size)
+    return replace(
+        found,
+        parameters=found.parameters + encoders,
+        weight_bytes=found.weight_bytes + round(encoders * PLAIN_BITS / 8),
+        encoder_parameters=encoders,
+        uncounted=uncounted,
+    )
 
 
 def _defaults(model_type: str, inner: bool) -> Mapping[str, Any]:

@@ -153,6 +153,9 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
         )
         if stated and abs(stated - own) > _MOST_OFF_SHARE * own
     )
+    notes += tuple(
+        f"weights of {table.name} without {name}: its sizes are not known" for name in found.uncounted
+    )
     return msgspec.structs.replace(
         model,
         parameters=float(facts.parameters),
