@@ -75,7 +75,8 @@ class Facts(msgspec.Struct, frozen=True):
         shape = self.model.shape
         if why := "" if shape is None else refused_degree(shape, degree):
             raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
-        return roofline_of(table, self.model, degree).measurements(gpu or self.gpu, self.model.name)
+        gpu = gpu or self.gpu
+        return roofline_of(table, self.model, gpu, degree).measurements(gpu, self.model.name)
 
 
 def read_facts_file(path: Path | None) -> Facts:

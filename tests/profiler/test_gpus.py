@@ -15,6 +15,8 @@ from hetlb.cli.main import main
 from hetlb.errors import ConfigError
 from hetlb.tools.models.layer import AttentionWork, causal_pairs
 from hetlb.tools.models.model_facts import read_facts, stated_facts
+from hetlb.tools.plan.common.composition import roofline_of
+from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.profiler.sources import Roofline, assumed_launch, data_sheet
 
@@ -114,6 +116,16 @@ def test_weights_in_fp8_are_multiplied_in_fp8_if_the_gpu_can() -> None:
     assert GPUS["H100"].flops("fp8") == 2 * GPUS["H100"].flops("bf16") + 1e12
     assert GPUS["A100"].flops("fp8") == GPUS["A100"].flops("bf16")
     assert GPUS["H100"].flops("fp4") == GPUS["H100"].flops("fp8")
+
+
+def test_stated_peaks_of_a_known_gpu_hold_for_weights_in_fp8_too() -> None:
+    model = Model(name="m", facts=read_facts(LATENT, "m"))
+    table = RooflineTable(flops=989e12, bandwidth_bytes_per_s=3.35e12)
+    plain, known = (roofline_of(table, model, gpu, 8) for gpu in ("unknown", "H100"))
+    assert known.format_flops == pytest.approx(2 * (plain.format_flops or 0.0), rel=0.01)
+    assert known.seconds(StepKind.PREFILL, 1, 8192) < plain.seconds(StepKind.PREFILL, 1, 8192)
+    fp8 = RooflineTable(flops=1979e12, bandwidth_bytes_per_s=3.35e12)
+    assert roofline_of(fp8, model, "H100", 8).format_flops == 1979e12
 
 
 def test_stated_sizes_have_attention_too() -> None:

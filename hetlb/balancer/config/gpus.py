@@ -50,6 +50,11 @@ class Gpu:
         return self.fp8_flops if form in ("fp4", "fp8") and self.fp8_flops else self.bf16_flops
 
 
+def wider(form: str) -> str:
+    """Return the next wider format of weights."""
+    return "fp8" if form == "fp4" else "bf16"
+
+
 def _gpu(
     name: str,
     tera_flops: tuple[float, float, float],

@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 
 from hetlb.balancer.config.engine_defaults import batch_limits
-from hetlb.balancer.config.gpus import Gpu
+from hetlb.balancer.config.gpus import Gpu, wider
 from hetlb.balancer.config.profile_file import (
     EngineInfo,
     FitReport,
@@ -211,7 +211,7 @@ class Roofline:
             gpu.bandwidth_share,
             0.0,
             gpu.flops(model.weight_format),
-            gpu.flops("fp8" if model.weight_format == "fp4" else "bf16"),
+            gpu.flops(wider(model.weight_format)),
             gpu.attention_share,
             gpu.all_reduce_bytes_s,
             data_parallel_size,
@@ -259,7 +259,8 @@ class Roofline:
         per_flop += quantised / (_QUANTISED_SHARE * (self.format_flops or self.peak_flops))
         flops = 2.0 * tokens * ((body - copied) / degree + copied)
         products_s = flops * per_flop + 2.0 * batch * head / (degree * self.peak_flops)
-        read = model.weight_bytes - model.expert_bytes - ACTIVATION_BYTES * model.embedding_parameters
+        idle = model.embedding_parameters + model.encoder_parameters
+        read = model.weight_bytes - model.expert_bytes - ACTIVATION_BYTES * idle
         held = read * (1.0 + copied * (degree - 1.0) / max(1.0, body + head)) / degree
         # What a product yields is written, and read by the next kernel.
         written_s = tokens * (body / degree) / model.width * ACTIVATION_BYTES / self._bytes_s
@@ -274,8 +275,8 @@ class Roofline:
         rows = ranks * tokens * model.chosen
         computed = rows + min(rows, _EMPTY_ROWS * touched * model.experts)
         flops = 2.0 * model.expert_parameters / model.experts * computed
-        quantised = self.format_flops is not None and model.weight_format != "bf16"
-        share = self.flops_efficiency * (_QUANTISED_EXPERT_SHARE if quantised else _EXPERT_SHARE)
+        plain = model.weight_format == "bf16"
+        share = self.flops_efficiency * (_EXPERT_SHARE if plain else _QUANTISED_EXPERT_SHARE)
         products_s = flops / (gpus * (self.expert_flops or self.peak_flops) * share)
         read_s = model.expert_bytes * touched / (gpus * self._bytes_s)
         # Tensor parallelism divides every expert: each GPU moves all rows. Of whole experts it moves its own.

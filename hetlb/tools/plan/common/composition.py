@@ -22,6 +22,7 @@ from hetlb.balancer.config.engine_defaults import (
     DEFAULT_MAX_NUM_SEQS,
     batch_limits,
 )
+from hetlb.balancer.config.gpus import find_gpu, wider
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
 from hetlb.balancer.core.latency import LatencyModel, mixed_term
 from hetlb.balancer.core.step_times import (
@@ -66,11 +67,21 @@ def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkS
 def roofline_of(
     table: RooflineTable,
     model: Model,
+    gpu: str | None,
     degree: int,
     data_parallel_size: int = 1,
     link_bytes_s: float | None = None,
 ) -> Roofline:
-    """Return the roofline of a table of a file, at a degree; `link_bytes_s` is between the GPUs."""
+    """Return the roofline of a table of a file, at a degree; `link_bytes_s` is between the GPUs.
+
+    The table's peak is of bf16: quantised weights have the GPU's ratio to it. A larger one is of the weights.
+    """
+    sheet, form = find_gpu(gpu or ""), model.known.weight_format
+    if sheet is None or table.flops > 1.1 * sheet.bf16_flops:
+        ratio = expert_ratio = 1.0
+    else:
+        ratio = sheet.flops(form) / sheet.bf16_flops
+        expert_ratio = sheet.flops(wider(form)) / sheet.bf16_flops
     return Roofline(
         table.flops,
         table.bandwidth_bytes_per_s,
@@ -79,6 +90,8 @@ def roofline_of(
         table.flops_efficiency,
         table.bandwidth_efficiency,
         table.overhead_ms / 1e3,
+        ratio * table.flops,
+        expert_ratio * table.flops,
         all_reduce_bytes_s=link_bytes_s,
         data_parallel_size=data_parallel_size,
     )
@@ -95,7 +108,7 @@ def roofline_profile(
 ) -> Profile:
     """Return a profile by peak figures of `degree` GPUs and the link between them."""
     batched, seqs = batch_limits(gpu, memory_bytes)
-    points = tuple(roofline_of(table, model, degree, link_bytes_s=link_bytes_s).points())
+    points = tuple(roofline_of(table, model, gpu, degree, link_bytes_s=link_bytes_s).points())
     found = Measurements(
         points=points,
         source=ProfileSource(

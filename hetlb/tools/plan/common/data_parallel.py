@@ -91,7 +91,7 @@ def estimated_rank(
 
     def roofline(tp: int, dp: int = 1) -> Roofline:
         if table is not None:
-            return roofline_of(table, model, tp, dp, link_bytes_s)
+            return roofline_of(table, model, gpu, tp, dp, link_bytes_s)
         assert sheet is not None
         return Roofline.of_gpu(sheet, model.known, tp, dp)
 
