@@ -180,9 +180,9 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 class _Transport(httpx2.AsyncHTTPTransport):
-    """Connections with detection of silence: the server ends a watch before it may be silent for so long.
+    """Connections that notice a silent server: a watch is asked to end before a read may time out.
 
-    The size of a response is bounded, and compression is off: a short compressed response could be a long
+    The size of a response is bounded. Compression is off, as a short compressed response could be a very long
     one.
     """
 

@@ -172,7 +172,7 @@ class KvEventReader:
         self._tables: dict[str, KvEventsTable] = {}
 
     def set(self, name: str, table: KvEventsTable | None) -> None:
-        """Read the events of an instance from there from now on; None: no more."""
+        """Read the events of an instance from these addresses from now on, None: no more."""
         if self._tables.get(name) == table:
             return
         task = self._tasks.pop(name, None)
@@ -275,7 +275,7 @@ class _Stream:
         self._on_events(self._name, KvEventBatch(tuple(part), begins))
 
     async def _replay(self, first: int, before: int | None = None) -> bool:
-        """Ask for the batches from `first` on. Whether all were there, up to `before`."""
+        """Ask for the batches from `first` on. Return True if all batches before `before` came."""
         if self._table.replay is None:
             return False
         try:

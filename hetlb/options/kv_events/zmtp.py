@@ -52,7 +52,7 @@ def _keep_alive(used: socket.socket) -> None:
 
 
 class ZmtpConnection:
-    """A connection of one socket. Raises `OSError`, `EOFError` or `ZmtpError` from all that waits."""
+    """A connection of one socket. Its coroutines raise `OSError`, `EOFError` or `ZmtpError`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -13,7 +13,7 @@ _MOST_TICKETS: Final = 1 << 16
 
 
 class KeyUse:
-    """Requests of keys with limits, at this process and at its peers; `tell` has `take` sent to them."""
+    """Use of keys with limits, at this process and its peers; `tell` is called once `take` has news."""
 
     def __init__(self, limiter: Callable[[str], Limiter | None], tell: Callable[[], object]) -> None:
         self._limiter = limiter

@@ -216,7 +216,7 @@ def live(leases: Iterable[Lease], now: float) -> list[WireChange]:
 
 
 class LeaseJournal:
-    """Changes of one scheduler's own leases for one reader, told (`on_change`) when there are some."""
+    """Changes of one scheduler's own leases, for one reader; `on_change` is called once there are some."""
 
     def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
         self.on_change = on_change
@@ -244,7 +244,7 @@ class LeaseJournal:
 
 
 def parts(changes: Iterable[PeerChange]) -> list[list[msgspec.Raw]]:
-    """Encode changes in parts of `PART_CHANGES` and `PART_BYTES` at most: one at least."""
+    """Encode changes in parts of at most `PART_CHANGES` and `PART_BYTES`; without changes in one part."""
     found: list[list[msgspec.Raw]] = [[]]
     size = 0
     for each in changes:

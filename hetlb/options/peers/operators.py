@@ -41,7 +41,7 @@ _STAMP_S: Final = 1e-6
 
 
 def _subject(change: OperatorChange) -> str:
-    """Return what a change is about, "" for one that holds for the moment alone."""
+    """Return the thing that a change is about. It is "" for a change that only holds for the moment."""
     if isinstance(change, SetPolicy):
         return "policy"
     if isinstance(change, SetState):

@@ -26,8 +26,9 @@ class RemoteLeases:
         return sum([len(leases) for leases in self.of.values()])
 
     def receive(self, process: str, changes: Iterable[WireChange], now: float) -> list[Command]:
-        """Book a process's changes, begun leases before ended ones: their room has been given away there.
+        """Book the changes of a process: first the begun leases, then the ended ones.
 
+        In the other order the room of an ended lease would seem free here, though it was given away there.
         The commands are for this scheduler's own requests.
         """
         leases = self.of.setdefault(process, {})

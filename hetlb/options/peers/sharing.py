@@ -196,7 +196,7 @@ class Sharing:
             self._send(peer_messages.CHANGES, changes)
 
     def _send(self, kind: int, changes: list[PeerChange]) -> None:
-        """Send changes in parts: of a state the first part has the `kind`, else the last one."""
+        """Send changes in parts. The `kind` is on the first part of a whole state, else on the last one."""
         some = parts(changes)
         at = 0 if kind == peer_messages.STATE else len(some) - 1
         for number, part in enumerate(some):
@@ -299,7 +299,7 @@ class Sharing:
         self._heard(message, now)
 
     def _echo(self, head: peer_messages.PeerHead, now: float) -> None:
-        """Take an own message that came back: its way is as long as the others' news take."""
+        """Take an own message that came back. Its round trip is the assumed age of the messages of peers."""
         if head.kind == peer_messages.LEAVE:  # of an earlier connection with a late end
             self._introduce()
             return

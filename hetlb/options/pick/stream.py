@@ -496,7 +496,7 @@ class HttpStream(Upstream):
 
     @property
     def cors(self) -> bytes:
-        """None: Envoy answers browsers."""
+        """No header lines: Envoy answers browsers."""
         return b""
 
     def break_off(self) -> None:

@@ -513,7 +513,7 @@ def _limit(fields: dict[str, msgspec.Raw], tokens: int) -> None:
 
 
 def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:
-    """Return the first events with their text sent in full, with that text; later ones are said again.
+    """Return the texts of the leading events that need not be generated again; the last one may be cut.
 
     After an event with text the engine has generated the sent text and `held_back` characters more; after the
     first `settled` events just the sent text. The last ids of an event may be a part of a character; behind

@@ -42,7 +42,7 @@ class Death:
         self.well = 0
 
     def weight_of(self, request_id: RequestId) -> float:
-        """Return how much it speaks against one of its answers."""
+        """Return the weight of this death against one of its answers, less if others may be the cause."""
         return 1.0 if len(self.answers) == 1 or self.answers[request_id] < _SOON_TOKENS else 0.5
 
 
@@ -69,7 +69,7 @@ class Deaths:
         return found
 
     def suspect(self, request_id: RequestId, own: Sequence[Death], now: float) -> bool:
-        """Return True if an answer may be the cause of its `own` deaths: it is not risked once more."""
+        """Return True if an answer may have caused its `own` deaths: it is given to no further engine."""
         if len(own) < FATAL_DEATHS:
             return False
         alike = set(own[0].answers).intersection(*(death.answers for death in own[1:]))

@@ -224,7 +224,7 @@ class FetchChecks:
     def _take_verdict(
         self, source: int, target: int, count: int, left: int, now: float, *, reached: bool
     ) -> None:
-        """Note whether `count` transfers of a pair reached the target; `left` of it are not judged yet."""
+        """Note whether `count` transfers of a pair reached the target; `left` more have no verdict yet."""
         self._count(FETCHED if reached else NOT_FETCHED, count)
         record = self._pairs.get((source, target))
         if record is not None:
@@ -271,7 +271,7 @@ class FetchChecks:
 
 
 def _sets(sources: Sequence[int]) -> Iterable[set[int]]:
-    """Return the sets of sources that may all have reached the engine: all of them, or few told apart."""
+    """Return the sets of sources that may have reached the engine; of many sources only all and none."""
     if len(sources) > _MOST_PAIRS:
         return [set(sources), set()]
     return [set(chosen) for count in range(len(sources), -1, -1) for chosen in combinations(sources, count)]

@@ -95,7 +95,7 @@ class HandOvers(Splitting):
     def choose(
         self, ctx: SchedulingContext, ready: ReadyInstances, ceiling: int | None
     ) -> tuple[bool, Decision | None]:
-        """Return whether that settles a request, and the decision; arguments as of `Placement.choose`."""
+        """Return True if the request is settled here, and the decision (see `Placement.choose`)."""
         request, now = ctx.request, ctx.now
         attempts = self._retries.attempts.get(request.id)
         found = self.parts(request.model, ready)

@@ -42,7 +42,7 @@ class SplitChoice:
 
 
 def unsplit_choice(candidates: Callable[[], list[Candidate]]) -> SplitChoice:
-    """Return that a request is not to be split."""
+    """Return the choice not to split a request."""
     return SplitChoice(-1, -1, 0.0, candidates)
 
 

@@ -208,7 +208,7 @@ class Waker:
         self._tell(place)
 
     def _tell(self, place: Sleeper) -> None:
-        """Tell the scheduler, which waits with the requests of an instance that comes."""
+        """Tell the scheduler the state of an instance. Requests wait for one that is about to be awake."""
         reason = "" if place.state is SleepState.AWAKE else place.state.value
         self._change(SleepSet(place.name, reason, bool(reason) and not place.failed, place.wake_s))
 

@@ -192,7 +192,7 @@ class KvExchange:
     # --- fetches ---
 
     def fetch(self, choice: EmulatedSequence) -> None:
-        """Note that the engine has blocks for a prompt with its KV cache on another server."""
+        """Take over a sequence that has its blocks, and waits for its KV cache from another server."""
         assert isinstance(choice, ReplyChoice)
         self._start(self._fetch(choice))
 

@@ -160,7 +160,7 @@ class BatchRun:
                 await asyncio.sleep(min(wait_s, self._left_s()))
 
     def _untrusted(self, error: aiohttp.ClientSSLError) -> HetlbError:
-        """Return the end of a run whose server is not believed: that stays so, however long one waits."""
+        """Return the error that ends a run at a server that is not trusted: waiting would not change that."""
         expected = "expected TLS with a certificate that this machine trusts"
         return HetlbError(f"{self._url}: {expected}: {reason_of(error)} (SSL_CERT_FILE names an authority)")
 

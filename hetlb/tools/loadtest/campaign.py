@@ -144,7 +144,7 @@ def describe(policy: str | None, rate: Rate | Ramp, number: int | None) -> str:
 
 
 def turns(policies: Sequence[Policy], round_number: int) -> list[Policy]:
-    """Return the order of a round, counted from 1."""
+    """Return the order of the policies in a round; rounds are counted from 1."""
     first = (round_number - 1) % len(policies)
     return [*policies[first:], *policies[:first]]
 

@@ -38,7 +38,7 @@ class KvBytes:
         return self.per_token * tokens + windows + self.state
 
     def times(self, scale: float) -> KvBytes:
-        """Return all but the state times `scale`."""
+        """Return these bytes times `scale`, the state as it is."""
         return KvBytes(
             self.per_token * scale, tuple((w, size * scale) for w, size in self.windows), self.state
         )

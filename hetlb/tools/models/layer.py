@@ -45,7 +45,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads that tensor parallelism divides; key and value sizes of one head. No KV heads: a latent cache."""
+    """Numbers of attention heads, and the sizes of a key and of a value of one head.
+
+    Tensor parallelism divides the heads. Without KV heads the cache is a latent.
+    """
 
     queries: int
     keys: int

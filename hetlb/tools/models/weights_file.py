@@ -84,7 +84,7 @@ def _is_draft(name: str, layers: int) -> bool:
 
 
 def _summed(tensors: list[tuple[str, str, int, int]]) -> Checkpoint:
-    """Return the sums. Weights in 32 bits alone are held in 16, as engines do by default."""
+    """Return the sums over tensors. If all weights have 32 bits, 16 count: so engines load them."""
     types = {kind for _, kind, _, _ in tensors}
     wide = types <= {"F32", "F64"}
     sizes = {True: 0, False: 0}

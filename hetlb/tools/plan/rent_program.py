@@ -264,7 +264,7 @@ class Formulation:
 
 
 def resource_rows(problem: Problem) -> dict[str, tuple[list[float], float]]:
-    """Use by each instance of the budget (key "budget") and of each kind of GPU, and the limits."""
+    """Return the use of each resource by each instance, and its limit: "budget", and kinds of GPU."""
     rows: dict[str, tuple[list[float], float]] = {}
     if problem.budget_per_hour < INFINITY:
         prices = [problem.price(c) for c in problem.configurations]

@@ -185,7 +185,7 @@ def estimated_rate(spec: EngineSpec, kind: RequestType, slo: SloLimits | None = 
 
 @cache
 def _engine_digest() -> str:
-    """Return the source of the engine model and of its modules: a change forgets all results."""
+    """Return a digest of the source of the engine model. If it changes, no kept result is valid."""
     digest = hashlib.sha256()
     tools = Path(__file__).parents[1]
     latency = tools.parent / "balancer" / "core" / "latency.py"

@@ -100,7 +100,7 @@ class Batch:
 
 
 def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None) -> list[Batch]:
-    """Greedily, in trace order: the largest batches that fit the KV cache; too large rows are left out."""
+    """Return the largest batches that fit the KV cache, in trace order; too large rows are left out."""
     batches: list[Batch] = []
     size = inputs = longest = 0
     held = 0.0

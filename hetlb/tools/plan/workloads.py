@@ -72,7 +72,7 @@ class Clustering:
 
 
 def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int = 0) -> Clustering:
-    """At most `count` types of the requests of a trace, largest share first."""
+    """Return at most `count` types of the requests of a trace, the largest share first."""
     lengths = np.array(rows, dtype=float)
     points = np.log(lengths)
     labels = _best_labels(points, min(count, len(np.unique(points, axis=0))), seed)

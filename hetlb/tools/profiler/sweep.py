@@ -254,7 +254,10 @@ class Sweep:
         return await settled(self.client, self.facts)
 
     async def _takes_longer_plugs(self) -> bool:
-        """Let the plug be the longest one, if one iteration takes it whole. Return True if it does."""
+        """Allow longer plugs if the server takes the longest one in one iteration. Return True if it does.
+
+        A plug is a prompt that keeps the server busy until a whole batch has come.
+        """
         longest = min(_LONGEST_PLUG_TOKENS, self._context - 1)
         if longest <= self._most_plug_tokens:
             return False

@@ -82,10 +82,11 @@ class FullPart:
 def full_part(
     engine: EngineModel | StagedEngine, sequences: Sequence[EngineSequence], batch: int
 ) -> FullPart:
-    """Run sequences, all submitted at once, from when `batch` have ended to when nothing waits any more.
+    """Run sequences that are submitted at once; return the part of the run while the engine is full.
 
-    The first `batch` are met on their way, at any point of their answers: else all of them would end, and
-    be replaced, in step. If nothing waits by then it is the whole run.
+    It begins when `batch` sequences have ended, and ends when no sequence waits any more. The first `batch`
+    begin at random points of their answers: else all of them would end, and be replaced, at the same time.
+    The whole run is returned if no sequence waits by then.
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:

@@ -130,7 +130,7 @@ def run_sweep(
 
 
 def _order(rate: float | str) -> float | str:
-    """Return a rate with the same order of requests in its plan."""
+    """Return a rate; plans of this rate have the same order of requests."""
     return TRACE if rate == TRACE else _INFINITE
 
 
@@ -246,7 +246,7 @@ class _Workers:
             child.join()
 
     def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Return the result of a function of the study and `args`, in time."""
+        """Return a future of the result of a function, which is called with the study and `args`."""
         if self._pool is not None:
             with _interrupts_blocked():
                 return self._pool.submit(_perform_in_worker, task, *args)

@@ -47,7 +47,7 @@ def measure(
 
 
 def _steps(least: int, most: int, factor: int) -> list[int]:
-    """least, least * factor, ... and `most`."""
+    """Return `least`, `least` * factor, ... and `most`."""
     steps = []
     size = least
     while size < most:

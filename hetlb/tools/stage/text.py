@@ -171,7 +171,7 @@ class AnswerText:
         self._held = ""
 
     def add(self, token: Token) -> Piece:
-        """Return the next token."""
+        """Take the next token; return what it adds to the answer."""
         ending, number = self._ending, token.token
         self._tokens += 1
         if number in ending.eos or number in ending.stop_tokens:

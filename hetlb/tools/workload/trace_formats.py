@@ -170,7 +170,7 @@ def recognised(
 
 
 def _format(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file of a format of columns."""
+    """Recognise a file by the table of formats."""
     form = next((each for each in FORMATS if each.fits(file)), None)
     if form is None:
         return None
@@ -179,7 +179,7 @@ def _format(file: RecordFile, asked: _Asked) -> Recognised | None:
 
 
 def _texts(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file of conversations, or a batch."""
+    """Recognise a file of conversations, or a batch."""
     if asked.log or not (is_chats(file) or is_batch(file)):
         return None
     chats = is_chats(file)
@@ -188,7 +188,7 @@ def _texts(file: RecordFile, asked: _Asked) -> Recognised | None:
 
 
 def _special(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file of a form that is more than columns."""
+    """Recognise a file that is more than a table of columns."""
     first = file.records[0].values if file.records else {}
     if first.get("kind") == "setup":
         return Recognised("hetlb's event log", _events(file))
@@ -202,7 +202,7 @@ def _special(file: RecordFile, asked: _Asked) -> Recognised | None:
 
 
 def _own(file: RecordFile) -> Recognised:
-    """Return hetlb's own columns, with the times of each request if they are there."""
+    """Read hetlb's own columns, with the times of each request if there are some."""
     rows, columns = own_rows(file), Columns(file, _OWN)
     if not (columns.has("ttft") and columns.has("e2e")):
         return Recognised(_OWN.title, Requests(rows=rows))
@@ -216,7 +216,7 @@ def _own(file: RecordFile) -> Recognised:
 
 
 def _named(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file of keys that name what they are."""
+    """Recognise a file by keys that name their roles."""
     if not NAMED.fits(file):
         return None
     columns = Columns(flat(file), NAMED)
@@ -226,7 +226,7 @@ def _named(file: RecordFile, asked: _Asked) -> Recognised | None:
 
 
 def _pairs(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file of prompts, with their answers or without."""
+    """Recognise a file of prompts, with answers or without."""
     pairs = is_pairs(file)
     if asked.log or not (pairs or file.name("prompt", "textinput", "text")):
         return None
@@ -343,7 +343,7 @@ _KEYED = (".jsonl", ".json", ".csv", ".gz", ".ndjson")
 def random_rows(
     count: int, input_tokens: int, output_tokens: int, range_ratio: float, rng: random.Random
 ) -> list[Row]:
-    """Lengths drawn evenly from `length * (1 - range_ratio)` to `length * (1 + range_ratio)`, at least 1."""
+    """Return rows with lengths drawn evenly within `range_ratio` of a length, at least 1."""
 
     def draw(length: int) -> int:
         low, high = math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))

@@ -236,7 +236,7 @@ class Machine:
 
     @cached_property
     def kind_of_gpu(self) -> tuple[object, ...]:
-        """Likeness of the GPUs of two machines."""
+        """Key that is equal for machines with the same GPUs."""
         return (
             self.gpu,
             self.memory_bytes,
@@ -250,7 +250,7 @@ class Machine:
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
-        """Likeness of machines: everything but name and site."""
+        """Key that is equal for machines that differ in name and site alone."""
         return self.gpus, self.price_per_gpu_hour, *self.kind_of_gpu
 
 
@@ -349,7 +349,7 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.inside.get(gpu, self.inside.get("default", usual))
 
     def check(self, path: Path) -> None:
-        """Raise `ConfigError` for a rate that lost its unit."""
+        """Raise `ConfigError` for a rate so small that its unit must be missing."""
         for gpu, rate in self.inside.items():
             read_rate(rate, f"{path}: links.inside.{gpu}")
         read_rate(self.between, f"{path}: links.between")
@@ -392,7 +392,7 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         )
 
     def check(self, path: Path) -> None:
-        """Raise `ConfigError` for a rate that lost its unit."""
+        """Raise `ConfigError` for a rate so small that its unit must be missing."""
         super().check(path)
         read_rate(self.apart, f"{path}: links.between_sites")
         for i, row in enumerate(self.matrix or ()):

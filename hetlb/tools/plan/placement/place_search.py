@@ -227,7 +227,10 @@ class PlacementSearch:
             yield "blocks by region", own
 
     def _complete(self, placement: Placement, limits: SolveLimits) -> Layout:
-        """Return a layout of all nodes: nodes left over go where they add most flow, or thinnest cover."""
+        """Return a layout of all nodes: each node left over goes to the layers with the largest gain.
+
+        The gain is in flow; without any, the node goes to the layers with the least throughput.
+        """
         layout = self._layout(placement)
         places = sorted(set(placement.values()))
         cover = self._cover(layout)
