@@ -496,6 +496,16 @@ async def _reset(visit: Visit) -> None:
     visit.reset()
 
 
+@mode("die")
+async def _die(visit: Visit) -> None:
+    """Close the listener and each connection."""
+    engine = visit.engine
+    if engine._server is not None:
+        engine._server.close()
+    for writer in list(engine.open):
+        writer.transport.abort()
+
+
 @mode("idle-close")
 async def _idle_close(visit: Visit) -> None:
     """Answer the first request of a connection, and close it under the next: the race of keep-alive."""

@@ -170,9 +170,23 @@ async def drops_on_warm_connections(rig: Rig) -> None:
     for _ in range(2):
         whole(await rig.ask())
     label = rig.label()
-    # Once more on a fresh connection, and once at the other one.
-    refused(await rig.ask("close", runs=4, label=label), 502, retry=False)
-    assert 3 <= rig.runs(label) <= 4
+    # Once more on a fresh connection, and once at the other one, on a fresh connection at once.
+    refused(await rig.ask("close", runs=3, label=label), 502, retry=False)
+    assert rig.runs(label) == 3
+
+
+@case(
+    "U4",
+    "killed-on-warm-connections",
+    engines=4,
+    outcomes={"ok": 8, "no_response": 1},
+)
+async def kills_on_warm_connections(rig: Rig) -> None:
+    """Its first engine closes the connection that was idle before, and refuses a new one."""
+    await rig.ask_many(8)
+    label = rig.label()
+    refused(await rig.ask("die", runs=2, label=label), 502, retry=False)
+    assert rig.runs(label) == 2
 
 
 @case("U4", "empty-answer", engines=2, outcomes={"no_response": 1}, modes=("empty-200", "empty-200"))

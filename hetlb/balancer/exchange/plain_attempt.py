@@ -137,7 +137,8 @@ class Plain(Attempt):
         if not record.resumed:  # else the first one's time stays
             record.dispatched_at = dispatched_at
         self.exchange.enter(states.DISPATCHED, dispatched_at)
-        self.send()
+        # What was dropped once is sent to its next engine once: a new connection is never idle for too long.
+        self.send(fresh=self.exchange.dropped != "")
 
     def send(self, *, fresh: bool = False) -> None:
         self.connecting = True
@@ -383,13 +384,13 @@ class Plain(Attempt):
     def try_again(self, end: End, why: str = DROPPED) -> None:
         """Let the scheduler decide about the request: nothing of an answer came. `why` is for the client."""
         exchange = self.exchange
-        dropped = end.outcome is Outcome.NO_RESPONSE
+        dropped = end.outcome is Outcome.NO_RESPONSE or exchange.reconnected
         if dropped and exchange.dropped:
             # Dropped by two instances: the request itself may be what kills engines.
             answer = error_responses.REJECTIONS[RejectReason.NO_RESPONSE]
             exchange.refuse(answer, "The instances dropped the request.", end=end)
             return
-        if dropped and self.handling.reruns:
+        if end.outcome is Outcome.NO_RESPONSE and self.handling.reruns:
             exchange.record.resumed += 1  # it waits for as long as nothing accepts it
         if dropped:
             exchange.dropped = why
