@@ -141,6 +141,13 @@ READERS = (
         ("line of a watch", "lines of a watch"),
     ),
     Reader(
+        "answers of a name server",
+        "a name server",
+        "64 KiB, as DNS has it",
+        "the source has failed, and what it gave last stays",
+        ("of a name server",),
+    ),
+    Reader(
         "files of instances, fleet files, profiles",
         "an operator",
         f"{size(yaml_file.MAX_FILE_BYTES)}, {yaml_file.MAX_VALUES:,} values in {yaml_file.MAX_LEVELS} levels",

@@ -293,6 +293,7 @@ UNITS = (
     ("one byte", 4.0, 16.0),
     ("zeros", 4.0, 16.0),
     ("of a peer", 3.0, 4.0),
+    ("a name server", 50.0, 64.0),
     ("event", 3.0, 16.0),
     ("blocks", 3.0, 16.0),
     ("stage", 2.0, 4.0),
