@@ -42,8 +42,9 @@ class Engine(Upstream):
         self.released.set()
         #: With a key, everything under /v1 answers 401 without it, as `vllm serve --api-key` does.
         self.key: str | None = None
-        #: "": it lists no model.
-        self.served = "m"
+        self.key_status = b"401 Unauthorized"
+        #: "": it lists no model. None: it keeps the list to itself.
+        self.served: str | None = "m"
 
     def hold(self) -> None:
         """Answer no request until `released` is set."""
@@ -60,7 +61,9 @@ class Engine(Upstream):
         elif path == "/version":
             visit.send(plain(b'{"version":"0.32.0"}'))
         elif self.key is not None and bearer not in visit.head.lower():
-            visit.send(plain(b'{"error":"Unauthorized"}', b"401 Unauthorized"))
+            visit.send(plain(b'{"error":"Unauthorized"}', self.key_status))
+        elif path == "/v1/models" and self.served is None:
+            visit.send(plain(b'{"error":"Forbidden"}', b"403 Forbidden"))
         elif path == "/v1/models":
             listed = [{"id": self.served, "object": "model"}] if self.served else []
             models = {"object": "list", "data": listed}

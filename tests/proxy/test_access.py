@@ -643,16 +643,28 @@ def test_a_repr_shows_no_key() -> None:
     assert "sk-" not in repr(EngineAccess(b"Bearer sk-secret"))
 
 
-async def test_no_work_goes_to_a_server_that_refuses_the_key_of_hetlb(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [b"401 Unauthorized", b"403 Forbidden"])
+async def test_no_work_goes_to_a_server_that_refuses_the_key_of_hetlb(tmp_path: Path, status: bytes) -> None:
     """It says so at its list of models, before the first client. Once it takes the key it gets work."""
     async with Engine() as locked, Engine() as two:
-        locked.key, two.key = "sk-another", "sk-model"
+        locked.key, two.key, locked.key_status = "sk-another", "sk-model", status
         async with serving(tmp_path, keyed(locked, two, tmp_path, scrape={"interval_s": 0.1})) as running:
             for _ in range(6):
                 assert (await running.ask()).status == 200
             assert not locked.asked
-            status = (await running.admin("GET", "/v1/status")).json
-            assert [each["cause"] for each in status["causes"]] == ["key_refused"]
-            assert "i0 refuses hetlb's key (401)" in status["advice"]
+            found, code = (await running.admin("GET", "/v1/status")).json, status[:3].decode()
+            assert [each["cause"] for each in found["causes"]] == ["key_refused"]
+            assert f"i0 refuses hetlb's key ({code})" in found["advice"]
             locked.key = KEY
             await turns_until(lambda: running.instance("i0").evidence.health.state is Health.UP)
+
+
+async def test_a_server_that_keeps_its_list_from_a_good_key_gets_work(tmp_path: Path) -> None:
+    async with Engine() as one, Engine() as two:
+        one.key, two.key, one.served = KEY, "sk-model", None
+        async with serving(tmp_path, keyed(one, two, tmp_path, scrape={"interval_s": 0.1})) as running:
+            assert (await running.admin("GET", "/v1/status")).json["causes"] == []
+            before = len(one.asked)
+            for _ in range(6):
+                assert (await running.ask()).status == 200
+            assert len(one.asked) > before

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.demand import Demand
-from hetlb.balancer.core.evidence.table import KEY_REFUSED
+from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
@@ -59,8 +59,6 @@ FLAPPED_S: Final = 10.0
 #: Least number and share of requests at an instance that did not come through hetlb, to be a cause.
 LEAST_FOREIGN: Final = 4
 FOREIGN_SHARE: Final = 0.25
-#: Statuses of a server that does not accept hetlb's key.
-KEY_STATUSES: Final = (401, 403, 407)
 #: KV cache below which a server serves next to nothing, in tokens.
 LEAST_KV_TOKENS: Final = 2048
 KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable, ScrapeTable
-from hetlb.balancer.core.evidence.table import KEY_REFUSED
+from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -73,6 +73,7 @@ _IDLE_S: Final = 3.0
 
 _HEALTH: Final = "/health"
 _MODELS: Final = "/v1/models"
+_EMPTY_CHAT: Final = b"POST /v1/chat/completions"
 #: Detail of a probe that finds an empty list of models.
 _NO_MODEL: Final = "loading: it lists no model"
 
@@ -513,6 +514,14 @@ class EngineWatch:
 
         return HistoryPage()
 
+    async def _accepts_work(self, name: str) -> bool:
+        """Return True if a server takes hetlb's key for a chat; the one sent is empty, which it refuses."""
+        try:
+            status, _ = await self.ask(name, _EMPTY_CHAT, b"{}", most_s=self._table.timeout_s)
+        except (UnansweredError, TimeoutError, _TooLargeError):
+            return False
+        return status not in KEY_STATUSES
+
     async def _read_models(
         self, name: str, seen: Looked, instance: Instance | None
     ) -> tuple[ProbeResult | None, str]:
@@ -526,13 +535,14 @@ class EngineWatch:
             return self._failed(name, _MODELS, error)
         except _TooLargeError:
             return ProbeResult.FAILED, f"{_MODELS}: {TOO_LONG}"
-        if status in (401, 403):
+        if status in KEY_STATUSES:
             has_key = self._access.get(name, PLAIN_ACCESS).authorization is not None
+            if has_key and status != 401 and await self._accepts_work(name):
+                seen.models_at = self._now()
+                return ProbeResult.OK, ""  # the list alone is kept from this key
             told = "refuses the API key" if has_key else "wants an API key"
             self._tell_once(name, f"{told} ({status} at {_MODELS})")
-            if has_key and status == 401:  # 403 may be about the list alone
-                return ProbeResult.LOADING, f"{KEY_REFUSED} ({status})"
-            return ProbeResult.OK, ""
+            return (ProbeResult.LOADING, f"{KEY_REFUSED} ({status})") if has_key else (ProbeResult.OK, "")
         if status == 200 and lists_nothing(body):
             return ProbeResult.LOADING, _NO_MODEL
         entries = read_model_list(body) if status == 200 else []

@@ -107,6 +107,8 @@ TRANSITIONS: Final = (REFUSED, LOADS, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, R
 
 #: Reason of an instance that is ejected since it does not take hetlb's key.
 KEY_REFUSED: Final = "it refuses hetlb's key"
+#: Statuses of a server that does not accept a key.
+KEY_STATUSES: Final = (401, 403, 407)
 
 
 class Restraint:
