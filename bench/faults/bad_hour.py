@@ -121,11 +121,16 @@ class Server:
     port: int = 0
     began: float = field(default_factory=lambda: time.time() - 1000.0 * random.random())
     closes: bool = False
+    #: Seconds for which it stands still at its first request with `logprobs`, and whether it did.
+    compiles: float = 0.0
+    compiled: bool = False
+    _works: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def start(self) -> None:
         """Listen."""
+        self._works.set()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port or None, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -187,6 +192,12 @@ class Server:
 
     async def _good(self, fields: Fields, writer: asyncio.StreamWriter) -> None:
         count = fields.get("max_tokens") or TOKENS
+        if "logprobs" in fields and self.compiles and not self.compiled:
+            self.compiled = True
+            self._works.clear()
+            await asyncio.sleep(self.compiles)
+            self._works.set()
+        await self._works.wait()
         crowd = 1.0 + 0.15 * self.foreign[0] + 0.02 * self.running
         if not fields.get("stream"):
             await asyncio.sleep(self.pace_s * crowd * count)
@@ -199,6 +210,7 @@ class Server:
         writer.write(_chunk(ROLE))
         for i in range(count):
             await asyncio.sleep(self.pace_s * crowd)
+            await self._works.wait()
             self.tokens += 1
             writer.write(_chunk(_event(f"w{i} ")))
         writer.write(_chunk(_event("", "length") + DONE) + b"0\r\n\r\n")
@@ -485,6 +497,26 @@ async def closes(bench: Bench, rate: float) -> None:
     )
 
 
+async def begins(bench: Bench) -> None:
+    """Row 10: each server compiles for its first request with `logprobs`, and stands still meanwhile."""
+    compile_s, servers = 12.0, bench.servers()
+    for each in servers:
+        each.compiles = compile_s
+    async with await _with(servers, bench) as proxy:
+        await load(proxy, 5.0, 4.0, lambda number: bench.fields())
+        rare = asyncio.create_task(proxy.ask(bench.fields(logprobs=True)))
+        beside = await load(proxy, 5.0, compile_s + 2.0, lambda number: bench.fields())
+        good = (await rare)[0]
+        status = await proxy.status()
+        log = (proxy.folder / "log").read_text()
+    await _stopped(servers)
+    compiled = sum(each.compiled for each in servers)
+    late = sum(row[3] > 4.0 for row in beside.rows)
+    text = f"{compiled} of {len(servers)} compiled, {beside.lost()} lost, {late} later than 4 s"
+    kept = good and compiled == 1 and not beside.lost() and late <= 2 and "stalled" not in log
+    bench.verdict("begins a kind", kept, text, status)
+
+
 async def poisoned(bench: Bench, how: str) -> None:
     """One client's requests fail on every server: the others' rate."""
     kinds = {"close": b"close", "500": _error(500), "event": b""}
@@ -530,6 +562,7 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "fails-close": lambda: fails(bench, 0.2, "close"),
         "fails-mid": lambda: fails(bench, 0.2, "mid"),
         "fails-late": lambda: fails(bench, 0.2, "late"),
+        "begins": lambda: begins(bench),
         "closes": lambda: closes(bench, 1.25),
         "closes-20": lambda: closes(bench, 20.0),
     }

@@ -251,7 +251,7 @@ def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     a = scheduler.instances[0]
     for _ in range(3):
         a.evidence.ended_badly(0, 0.0, "", "", 0.0)
-    scheduler.fleet.judge(a, 0.0)
+    scheduler.fleet.account().judge(a, 0.0)
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"

@@ -233,7 +233,7 @@ def in_doubt(scheduler: Scheduler, name: str) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
     for _ in range(3):
         each.evidence.ended_badly(0, 0.0, "", "", 0.0)
-    scheduler.fleet.judge(each, 0.0)
+    scheduler.fleet.account().judge(each, 0.0)
 
 
 def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:

@@ -128,7 +128,7 @@ def test_requests_that_wait_for_the_servers_of_their_kind_delay_no_others() -> N
     capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=4)
     scheduler = make_scheduler([spec(name, capacity=capacity) for name in "ab"], "hetlb")
     kind = {"path": CHAT, "features": ("tools",)}
-    scheduler.fleet.kinds.refused(request(0, **kind), "a", 400, 0.0)
+    scheduler.fleet.account().kinds.refused(request(0, **kind), "a", 400, 0.0)
     running = []
     for i in range(1, 9):
         running += [

@@ -29,7 +29,7 @@ async def test_a_name_without_an_address_is_answered_elsewhere(tmp_path: Path) -
             for _ in range(4):
                 reply = await running.ask()
                 assert (reply.status, reply.headers["x-hetlb-instance"]) == (200, "i0")
-            assert lost.state is Health.EJECTED
+            assert lost.health.state is Health.EJECTED
 
 
 async def test_why_an_instance_is_not_used_is_shown(tmp_path: Path) -> None:

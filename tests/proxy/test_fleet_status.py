@@ -266,7 +266,7 @@ def test_a_server_that_refuses_what_others_serve_is_named() -> None:
     refuses = fleet.scheduler.instances[0]
     for _ in range(8):
         refuses.evidence.ended_badly(0, 0.0, "", "", fleet.now)
-    fleet.scheduler.fleet.judge(refuses, fleet.now)
+    fleet.scheduler.fleet.account().judge(refuses, fleet.now)
     assert (fleet.look()["state"], causes(fleet.look())) == ("degraded", [("refuses", "a")])
 
 
@@ -395,13 +395,13 @@ def test_a_server_that_flaps_is_named_until_it_stays() -> None:
 def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() -> None:
     fleet = Watched()
     asked = request(1, path="/v1/chat/completions")
-    fleet.scheduler.fleet.kinds.refused(asked, "b", 401, fleet.now)
+    fleet.scheduler.fleet.account().kinds.refused(asked, "b", 401, fleet.now)
     assert causes(fleet.look()) == [("key_refused", "b")]
     one = fleet.scheduler.instances[0]
     for _ in range(4):
         one.evidence.ended_badly(0, 0.0, "", "", fleet.now)
     one.evidence.answers.odd_at = fleet.now
-    fleet.scheduler.fleet.judge(one, fleet.now)
+    fleet.scheduler.fleet.account().judge(one, fleet.now)
     found = fleet.look()
     assert causes(found) == [("wrong_answers", "a"), ("key_refused", "b")]
     assert "a answered 4 of its last 4 requests wrong; the other servers did not" in found["advice"]

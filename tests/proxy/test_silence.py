@@ -115,3 +115,28 @@ async def test_counters_that_move_for_others_are_no_work_for_a_reply(start: Star
             sweep(proxy)
             assert (await client.answer()).status == 504
         await proxy.settled()
+
+
+async def test_the_first_request_with_a_field_is_read_for_it_and_keeps_its_engine(start: Start) -> None:
+    """The engine is silent for ten seconds, by the clock of the books: it may compile."""
+
+    async def hung(visit: Visit) -> None:
+        await visit.until_left()
+
+    rare = b'{"model":"m","prompt":"x","stream":true,"logprobs":true}'
+    async with Upstream(hung) as one, Upstream(hung) as other:
+        proxy = await start(one.url, other.url)
+        async with Client(proxy) as client:
+            proxy.driver.scheduling.fleet.sampled = True  # no sample is due
+            client.send(post(rare))
+            await turns_until(lambda: bool(proxy.scheduler.in_flight))
+            (lease,) = proxy.scheduler.ledger.leases()
+            assert lease.request.features is None
+            lease.dispatched_at -= 10.0
+            for each in proxy.scheduler.instances:
+                each.evidence.silence.token_at -= 10.0
+            sweep(proxy)
+            assert lease.request.features == ("logprobs",)
+            assert not lease.ended
+            assert all(each.evidence.silence.stalled_since is None for each in proxy.scheduler.instances)
+        await proxy.settled()

@@ -224,9 +224,10 @@ def _causes_of(
     found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
     found += of_speeds(able)
     found += of_processes(instances)
-    kinds = scheduler.fleet.kinds
+    losses = scheduler.fleet.losses
     for each in instances:
-        found.append(of_key(each.name, [kind.status for _, kind in kinds.of_instance(each.name)]))
+        kinds = [] if losses is None else losses.kinds.of_instance(each.name)
+        found.append(of_key(each.name, [kind.status for _, kind in kinds]))
     counts = {outcome: recent.refused(UNPLACED_S, now, (outcome,))[0] for outcome in UNPLACED}
     found.append(of_unplaced(counts, recent.refused(UNPLACED_S, now)[1]))
     refused, ended = recent.refused(WINDOW_S, now)

@@ -320,7 +320,7 @@ class Router:
             subset=call.subset,
             path=head.path,
             client=address,
-            features=features_of(call.body) if driver.scheduling.fleet.refused_kinds else None,
+            features=features_of(call.body) if driver.scheduling.fleet.reads_features() else None,
             side=side,
         )
 

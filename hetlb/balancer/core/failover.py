@@ -15,6 +15,8 @@ from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 #: Multiple of the forecast, and seconds, of a client's wait without a byte. A later leave is a lost answer.
 _UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
+#: Seconds of silence after which the features of a request are read.
+_UNREAD_S: Final = 1.0
 
 
 class Failover:
@@ -62,15 +64,15 @@ class Failover:
             evidence.forget()
         elif says is not Verdict.NOTHING:
             changed = evidence.health.on_answering()
-        if fleet.kinds.by_key:
-            fleet.kinds.ended(lease.request, instance.name, lease.id)
+        if fleet.losses is not None:
+            fleet.losses.kinds.ended(lease.request, instance.name, lease.id)
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
             if outcome is Outcome.UPSTREAM_ERROR and lease.first_token_at is not None:
                 evidence.answers.odd_at = now  # a 200 without an answer
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
             else:
-                fleet.lost(instance, lease, now)
+                fleet.account().lost(instance, lease, now)
                 if again and known is not None:
                     known.failures.append((instance, lease, 0, now))
         return fleet.health_changed(instance, now) if changed else []
@@ -82,10 +84,10 @@ class Failover:
         """
         for each, before, status, _ in known.failures:
             if not is_refusal(status) and not each.evidence.answers.lost_as_elsewhere():
-                self._fleet.not_lost(each, before, now)
+                self._fleet.account().not_lost(each, before, now)
         known.failures.clear()
         if instance.evidence.answers.lost_as_elsewhere():
-            self._fleet.lost(instance, lease, now)
+            self._fleet.account().lost(instance, lease, now)
         lease.judged = True
 
     def answered_elsewhere(self, request: Request) -> None:
@@ -95,7 +97,7 @@ class Failover:
             return
         for instance, _, status, at in known.failures:
             if is_refusal(status):
-                self._fleet.kinds.refused(request, instance.name, status, at)
+                self._fleet.account().kinds.refused(request, instance.name, status, at)
         known.failures.clear()
 
     def _elsewhere(
@@ -137,16 +139,39 @@ class Failover:
         retries.leases.add(placed.lease.id)
         return [placed, *self._backlog.flush(now)]
 
+    def unread(self, now: float) -> list[Lease]:
+        """Return leases without a byte of an answer on silent instances, of requests with unread features."""
+        return [
+            lease
+            for instance in self._fleet.instances.values()
+            if instance.leases and now - instance.evidence.silence.token_at > _UNREAD_S
+            for lease in instance.leases.values()
+            if lease.request.features is None and lease.own and lease.first_token_at is None
+            if now - lease.dispatched_at > _UNREAD_S
+        ]
+
+    def _answered_by(self, lease: Lease, instance: Instance) -> bool:
+        """Return True if some instance is known to answer such a request, or each may be asked."""
+        ready = self._fleet.ready.get(lease.request.model)
+        others = [] if ready is None else [each for each in ready.up if each is not instance]
+        return not instance.begins(lease.request) or not all(each.begins(lease.request) for each in others)
+
     def stranded(self, now: float) -> list[Lease]:
-        """Return leases without a byte of an answer on ejected or stalled instances."""
+        """Return leases without a byte of an answer on ejected or stalled instances.
+
+        An instance that stands still for a request of a new kind keeps that one, unless another instance has
+        answered this kind.
+        """
         found: list[Lease] = []
         for instance in self._fleet.instances.values():
-            ejected = instance.evidence.health.state is Health.EJECTED
-            if not instance.leases or not (ejected or instance.evidence.silence.stalled_since is not None):
+            ejected, silence = instance.evidence.health.state is Health.EJECTED, instance.evidence.silence
+            certain = ejected or silence.stalled_since is not None
+            if not instance.leases or not (certain or silence.begins):
                 continue
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
-                if (ejected or (late and lease.request.sequences)) and _may_move(lease):
+                goes = certain or self._answered_by(lease, instance)
+                if goes and (ejected or (late and lease.request.sequences)) and _may_move(lease):
                     found.append(lease)
         return found
 
@@ -196,9 +221,10 @@ class Failover:
         instance = self._ledger.leased[lease.id]
         if instance.evidence.health.state is not Health.EJECTED and not retries.allowed(self.slots_taken):
             return []
+        begins = instance.evidence.silence.begins and not instance.begins(lease.request)
         commands = self.move(lease, ready, now, ran=True)
-        if commands:
-            self._fleet.lost(instance, lease, now)
+        if commands and not begins:
+            self._fleet.account().lost(instance, lease, now)
         return commands
 
     def retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:

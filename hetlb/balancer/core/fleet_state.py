@@ -7,10 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.evidence.clients import ClientAnswers, client_of, kind_of, session_of, traffic_of
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.evidence.kinds import RefusedKinds
-from hetlb.balancer.core.evidence.table import MEMORY_S
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
@@ -19,10 +16,11 @@ from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
-from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Lease, Request
+from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.core.evidence.losses import Losses
 
 #: Seconds that the name of a model outlives its last instance, and most such names.
 _PROMISE_S: Final = 3600.0
@@ -59,10 +57,8 @@ class FleetState:
         self.adapters: frozenset[str] = frozenset()
         #: Prefixes in the caches of all instances.
         self.prefixes = PrefixIndex()
-        #: Kinds that instances refuse and others answer, and answers of clients that lost some.
-        self.kinds = RefusedKinds()
-        self.clients = ClientAnswers()
-        self._watched_at = setup.now
+        #: Account of lost answers, None before the first one.
+        self.losses: Losses | None = None
         #: Instance that was seen last with a process of this start.
         self._processes: dict[float, Instance] = {}
         #: Instances that publish KV events.
@@ -131,7 +127,8 @@ class FleetState:
         """Note that an instance has left; its leases go on."""
         instance.removed = True
         self.outlives(instance.models, now)
-        self.kinds.forget(instance.name)
+        if self.losses is not None:
+            self.losses.kinds.forget(instance.name)
         if instance.began is not None:
             self._processes.pop(instance.began, None)
         instance.tree.retire()
@@ -143,7 +140,8 @@ class FleetState:
         self.emptied(instance)
         instance.evidence.health.gone = False
         instance.evidence.forget()
-        self.kinds.forget(instance.name)
+        if self.losses is not None:
+            self.losses.kinds.forget(instance.name)
         if instance.evidence.health.state is Health.UP:
             instance.evidence.room.begin_slow_start(self._params.slow_start_s, now)
         else:
@@ -250,85 +248,23 @@ class FleetState:
 
     # --- evidence ---
 
-    def lost(self, instance: Instance, lease: Lease, now: float) -> None:
-        """Count a lost answer against its instance, unless it was counted before."""
-        request = lease.request
-        if lease.judged or not request.sequences:
-            return
-        lease.judged = True
-        client, session = client_of(request), session_of(request)
-        for each in {client, session}:
-            if each:
-                self.clients.lost(each, instance.incarnation)
-        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
-        self.kinds.avoid(request, instance.name, now)
-        self.judge(instance, now)
+    def account(self) -> Losses:
+        """Return the account of lost answers, which begins with the first one."""
+        if self.losses is None:
+            from hetlb.balancer.core.evidence.losses import Losses
 
-    def odd(self, instance: Instance, lease: Lease, now: float) -> bool:
-        """Count an odd answer. Return True if it counts: others are not known to answer alike.
+            self.losses = Losses(self)
+        return self.losses
 
-        Example: each prompt begins otherwise, and each answer is one token. None of these prompts was
-        answered twice, but the client's other prompts were answered alike by other instances.
-        """
-        if lease.judged:
-            return False
-        lease.judged = True
-        traffic, kind = traffic_of(lease.request), kind_of(lease.request)
-        self.clients.lost(traffic, instance.incarnation)
-        self.clients.lost(kind, instance.incarnation)
-        counts = self._odd_counts(traffic, kind, instance)
-        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, kind, traffic, now)
-        if counts:
-            instance.evidence.answers.odd_at = now
-            self.kinds.avoid(lease.request, instance.name, now)
-        else:  # this traffic is answered alike elsewhere: it may go there again
-            for each in self._peers(instance):
-                if not self._odd_counts(traffic, kind, each):
-                    self.kinds.not_avoided(lease.request, each.name)
-        self.judge(instance, now)
-        return counts
-
-    def _odd_counts(self, traffic: str, kind: str, instance: Instance) -> bool:
-        """Return True if others answer this traffic, and this kind of the client, otherwise."""
-        counted, incarnation = self.clients.counted, instance.incarnation
-        return min(counted(traffic, incarnation, 1.0), counted(kind, incarnation, 1.0)) > 0.5
-
-    def not_lost(self, instance: Instance, lease: Lease, now: float) -> None:
-        """Take back a lost answer: another instance lost the same request."""
-        request = lease.request
-        if request.sequences:
-            instance.evidence.answers.not_lost(client_of(request), session_of(request))
-            self.kinds.not_avoided(request, instance.name)
-            self.judge(instance, now)
-
-    def judge(self, instance: Instance, now: float) -> bool:
-        """Compare the breakers of an instance, and of all with an excess, with the others of their models.
-
-        True if what one of them may get changed.
-        """
-        changed, peers = False, self._peers(instance)
-        for each in peers:
-            each.evidence.answers.weigh(self.clients, each.incarnation)
-        for each in peers:
-            if each is instance or each.evidence.answers.excess > 0.0:
-                among = peers if each is instance else self._peers(each)
-                changed = each.evidence.judge([peer.evidence for peer in among], now) or changed
-        if changed:
-            self.reindex(now)
-        return changed
-
-    def _peers(self, instance: Instance) -> list[Instance]:
+    def peers(self, instance: Instance) -> list[Instance]:
         """Return the instances that answer to a name of an instance, itself among them."""
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
         changed = False
-        if self.kinds.by_key:
-            self.kinds.age(now)
-        if self.clients.known:
-            self.clients.age(math.exp((self._watched_at - now) / MEMORY_S))
-        self._watched_at = now
+        if self.losses is not None:
+            self.losses.age(now)
         for instance in self.instances.values():
             evidence = instance.evidence
             evidence.answers.age(now)
@@ -340,7 +276,7 @@ class FleetState:
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
             if evidence.answers.excess > 0.0:
-                changed = self.judge(instance, now) or changed
+                changed = self.account().judge(instance, now) or changed
         if changed:
             self.reindex(now)
         return changed

@@ -21,6 +21,7 @@ from hetlb.balancer.core.types import (
     Health,
     InstanceSpec,
     Lease,
+    Request,
     SleepSet,
 )
 
@@ -319,13 +320,29 @@ class Instance(InstanceLedger):
                 since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
                 stands_s = STANDS_S
                 break
-        changed = evidence.watch(since, need_s, late_s, stands_s, least_s, now) or changed
+        begins = since < math.inf and self._begins_at(max(since, evidence.silence.token_at))
+        stalls = evidence.silence.watch(since, need_s, late_s, stands_s, least_s, now, begins=begins)
+        changed = evidence.watched(stalls, now) or changed
         if evidence.silence.silent_since is not None:
             self._stood(evidence.silence.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)
         return changed
+
+    def begins(self, request: Request) -> bool:
+        """Return True if its process is not known to have answered such a request before."""
+        features, begun = request.features, self.evidence.begun
+        return features is not None and any(each not in begun for each in features)
+
+    def _begins_at(self, silent_since: float) -> bool:
+        """Return True if a request of a new kind came as it fell silent."""
+        return any(
+            lease.first_token_at is None
+            and lease.dispatched_at <= silent_since + STANDS_S
+            and self.begins(lease.request)
+            for lease in self.leases.values()
+        )
 
     def _waits_for_slot(self, running: int, now: float) -> bool:
         """Return True if what waits first behind the `running` oldest sequences lacks a slot.

@@ -285,10 +285,11 @@ class Placement:
         A kind of request that an instance refuses goes there only if no other one is left.
         """
         choices = self._ready(request, ready, now)
-        kinds = self.fleet.kinds
-        if kinds.by_key:
+        losses = self.fleet.losses
+        if losses is not None and losses.kinds.by_key:
             attempts = self.retries.attempts.get(request.id)
-            against = kinds.against(request, now, again=attempts is not None and bool(attempts.tried))
+            again = attempts is not None and bool(attempts.tried)
+            against = losses.kinds.against(request, now, again=again)
             if against:
                 left = choices.without(against)
                 return left if left.instances else choices
@@ -385,8 +386,8 @@ class Placement:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.restraints is not None and request.sequences:
             lease.trial = instance.evidence.dispatched(lease.id, now)
-        if self.fleet.kinds.by_key:
-            self.fleet.kinds.dispatched(request, instance.name, lease.id, now)
+        if self.fleet.losses is not None:
+            self.fleet.losses.kinds.dispatched(request, instance.name, lease.id, now)
         if request.sequences:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens

@@ -148,8 +148,8 @@ class Scheduler:
         if request.service.stated:
             protected = demand.of_class(request.service)
             protected.arrived(request.service, request.prompt_tokens, predicted, now)
-        if fleet.kinds.by_key:
-            request.kept_from = tuple(sorted(fleet.kinds.against(request, now, again=False)))
+        if fleet.losses is not None:
+            request.kept_from = tuple(sorted(fleet.losses.kinds.against(request, now, again=False)))
         if self.queue.held and self.queue.ahead(request):
             return self.backlog.push(request, now, predicted) + self.backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)
@@ -177,6 +177,8 @@ class Scheduler:
         if lease.incoming or lease.hold is not None:
             self._splits.first_token(lease, instance, now)
         instance.evidence.ended(lease.id)
+        if lease.request.features:
+            instance.evidence.begun.update(lease.request.features)
         if lease.request.sequences and instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
@@ -248,7 +250,7 @@ class Scheduler:
         """Learn from a whole answer: its length, the speed of its instance, and that the instance works."""
         request, evidence, fleet = lease.request, instance.evidence, self.fleet
         commands: list[Command] = []
-        odd = lease.odd and fleet.odd(instance, lease, now)
+        odd = lease.odd and fleet.account().odd(instance, lease, now)
         if request.generates and not request.generated and not odd:
             self.predictor.observe(request, lease.output_tokens / request.sequences)
             if instance.slot_times is not None and not request.streamed:
@@ -263,12 +265,10 @@ class Scheduler:
                 self.backlog.predict_again()
         if evidence.health.on_answering(whole=True):
             commands = fleet.health_changed(instance, now)
-        if fleet.clients.known and request.sequences:
-            fleet.clients.well(request, instance.incarnation, odd=lease.odd)
-        if fleet.kinds.by_key and not odd:
-            fleet.kinds.served(request, instance.name, lease.dispatched_at)
+        if fleet.losses is not None:
+            fleet.losses.answered(instance, lease, now, counts_as_odd=odd)
         if request.sequences and not lease.odd and evidence.ended_well(now):
-            fleet.judge(instance, now)
+            fleet.account().judge(instance, now)
         return commands
 
     def on_refused(
@@ -306,21 +306,21 @@ class Scheduler:
         elif busy and request.sequences and retry_after_s is not None:
             evidence.asked(retry_after_s, now)
             fleet.reindex(now)
-        elif refusal and fleet.kinds.refuses(request, instance.name, status, now):
+        elif refusal and fleet.account().kinds.refuses(request, instance.name, status, now):
             lease.judged = True  # it is known
         tries = runs < (MOST_MOVES if refusal else 1) and retries.allowed(self.failover.slots_taken)
-        tries = tries and may_move and (not refusal or fleet.kinds.may_ask(request, now))
+        tries = tries and may_move and (not refusal or fleet.account().kinds.may_ask(request, now))
         if tries and ready is not None:
             commands = self.failover.move(lease, ready, now, ran=False)
             if commands:
                 if not lease.judged:
                     retries.attempts[request.id].failures.append((instance, lease, status, now))
                     if not refusal:
-                        fleet.lost(instance, lease, now)
+                        fleet.account().lost(instance, lease, now)
                 return commands
         if known is not None and known.failures:
             if refusal:
-                fleet.kinds.asked_in_vain(request, now)
+                fleet.account().kinds.asked_in_vain(request, now)
                 known.failures.clear()
                 lease.judged = True
             else:
@@ -348,12 +348,20 @@ class Scheduler:
     # --- silent instances ---
 
     def on_sweep(
-        self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
+        self,
+        tokens_at: Mapping[str, float],
+        now: float,
+        *,
+        by_counters: bool = False,
+        features: Sequence[tuple[int, Sequence[str]]] = (),
     ) -> list[Command]:
         """Look for stalls, each half second; `tokens_at` has the time of each instance's newest token.
 
         `by_counters`: answers may be invisible, so silence counts only if an engine's counters do not move.
+        `features` are by lease of `failover.unread`.
         """
+        for lease_id, found in features:
+            self.ledger.leased[lease_id].leases[lease_id].request.features = tuple(found)
         if self.fleet.watch(tokens_at, now, by_counters):
             return self.backlog.flush(now)
         return []

@@ -121,6 +121,10 @@ class Carrier(ABC):
         """Return True if a lease without any answer bytes can be taken from its engine."""
         return False
 
+    def features(self, lease: Lease) -> tuple[str, ...]:
+        """Return the features of the request of a lease (`request_features.py`)."""
+        return ()
+
     def turned_away(self, lease: Lease, outcome: Outcome) -> None:
         """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
 

@@ -32,6 +32,7 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.http1 import RequestHead
+from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
@@ -268,6 +269,10 @@ class Driver(Host):
             exchange.refuse(answer, detail, retry_after_s)
         except Exception as error:
             self.guard.ended(exchange, error)
+
+    def features(self, lease: Lease) -> tuple[str, ...]:
+        exchange = self.exchanges.get(lease.request.id)
+        return () if exchange is None else features_of(exchange.outgoing.body)
 
     def may_turn_away(self, lease: Lease) -> bool:
         exchange = self.exchanges.get(lease.request.id)

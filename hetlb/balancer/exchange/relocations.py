@@ -52,7 +52,10 @@ class Relocations:
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # bytes that came meanwhile are not read yet
         if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
-            self._carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self._by_counters))
+            unread = [(lease.id, carrier.features(lease)) for lease in scheduler.failover.unread(now)]
+            self._carry_out(
+                scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self._by_counters, features=unread)
+            )
         self._tell_stalls(now)
         if self._mover is None:
             self._move_stranded()

@@ -273,6 +273,7 @@ class SchedulerDriver:
     def sweep(self, now: float) -> None:
         """Do what is due, about twice a second."""
         self._relocations.sweep(now)
+        self.fleet.sampled = False
 
     def count_calls(self) -> None:
         """Count the seconds of the scheduler's calls since the last time."""

@@ -12,10 +12,12 @@ from hetlb.balancer.engines.engine_pools import Target
 class ServedFleet:
     """Answers about the fleet of a scheduler."""
 
-    __slots__ = ("scheduler",)
+    __slots__ = ("sampled", "scheduler")
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        #: True if a request of the last half second was read for its features.
+        self.sampled = False
 
     @property
     def models(self) -> Collection[str]:
@@ -40,10 +42,13 @@ class ServedFleet:
         """Number of requests that wait for an instance."""
         return len(self.scheduler.queue)
 
-    @property
-    def refused_kinds(self) -> bool:
-        """True if some instance refuses some kind of request: features of requests matter."""
-        return self.scheduler.fleet.kinds.known
+    def reads_features(self) -> bool:
+        """Return True if the features of a request are read: some kind is refused, or it is a sample."""
+        losses = self.scheduler.fleet.losses
+        if self.sampled:
+            return losses is not None and losses.kinds.known
+        self.sampled = True
+        return True
 
     def available(self, model: str) -> bool:
         """Return True if some instance of a model takes requests."""

@@ -138,10 +138,16 @@ class RecordingScheduler(Scheduler):
         return self._record("refused", now, commands, features=list(features), **fact)
 
     def on_sweep(
-        self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
+        self,
+        tokens_at: Mapping[str, float],
+        now: float,
+        *,
+        by_counters: bool = False,
+        features: Sequence[tuple[int, Sequence[str]]] = (),
     ) -> list[Command]:
-        commands = super().on_sweep(tokens_at, now, by_counters=by_counters)
-        return self._record("sweep", now, commands, tokens_at=dict(tokens_at), by_counters=by_counters)
+        commands = super().on_sweep(tokens_at, now, by_counters=by_counters, features=features)
+        told = {"tokens_at": dict(tokens_at), "by_counters": by_counters, "features": features}
+        return self._record("sweep", now, commands, **told)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
         return self._record("stranded", now, super().on_stranded(lease, now), lease=lease)

@@ -2,7 +2,7 @@
 
 `table.py` has the states, the restraints and the facts that change either; docs/behaviour.md prints it. An
 instance has an `Evidence` (`evidence.py`) of four parts: its state (`health.py`), its answers by client
-(`lost_answers.py`), its signs of work (`silence.py`) and its room (`room.py`). Of all instances there is an
-account of answers by client (`clients.py`), of refusals by kind of request (`kinds.py`), and of second tries
-(`retries.py`).
+(`lost_answers.py`), its signs of work (`silence.py`) and its room (`room.py`). A fleet has one account of
+what was lost (`losses.py`): by client (`clients.py`) and by kind of request (`kinds.py`); and one of second
+tries (`retries.py`).
 """

@@ -25,13 +25,17 @@ from hetlb.balancer.core.types import Health
 class Evidence:
     """Evidence about one incarnation of one instance, and its trials."""
 
-    __slots__ = ("_pause_s", "answers", "asked_until", "health", "next_trial_at", "room", "silence", "trial")
+    __slots__ = (
+        "_pause_s", "answers", "asked_until", "begun", "health", "next_trial_at", "room", "silence", "trial",
+    )  # fmt: skip
 
     def __init__(self, rng: random.Random, now: float, state: Health = Health.SUSPECT) -> None:
         self.health = HealthState(rng, state)
         self.answers = Answers(now)
         self.silence = Silence(now)
         self.room = Room()
+        #: Features of requests that its process has begun to answer, as far as requests were read for them.
+        self.begun: set[str] = set()
         #: Time before which it asked for no requests (`retry-after`).
         self.asked_until = -math.inf
         #: Lease id of the current trial, 0 for none.
@@ -63,11 +67,9 @@ class Evidence:
             self.trial, self._pause_s = 0, table.PAUSE_S
         return changed
 
-    def watch(
-        self, since: float, need_s: float, late_s: float, stands_s: float, least_s: float, now: float
-    ) -> bool:
-        """Look for signs of work (`Silence.watch`). True if it has stalled now, or stalls no more."""
-        if not self.silence.watch(since, need_s, late_s, stands_s, least_s, now):
+    def watched(self, changed: bool, now: float) -> bool:
+        """Begin trials if a look at its signs of work (`Silence.watch`) `changed` what it is. Return that."""
+        if not changed:
             return False
         if self.silence.stalled_since is None:
             self._begin_trials(now)
@@ -90,6 +92,7 @@ class Evidence:
     def forget(self) -> None:
         """Forget the evidence: another process took the instance's place."""
         self.answers.forget()
+        self.begun.clear()
         self.silence.overdue_s = 0.0
         self.silence.stalled_since = self.silence.silent_since = None
         self.asked_until = -math.inf

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.evidence import table
-from hetlb.balancer.core.evidence.clients import ClientAnswers
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.evidence.clients import ClientAnswers
 
 #: Least excess of an instance in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3

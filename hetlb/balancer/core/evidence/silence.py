@@ -18,7 +18,7 @@ class Silence:
     """Time of the last signs of work, and since when there are none."""
 
     __slots__ = (
-        "_generated", "moved_at", "overdue_s", "read_at", "silent_since", "stalled_since", "still",
+        "_generated", "begins", "moved_at", "overdue_s", "read_at", "silent_since", "stalled_since", "still",
         "token_at",
     )  # fmt: skip
 
@@ -28,6 +28,8 @@ class Silence:
         #: Time of the first missing sign of work, None while it works; and the same once it is certain.
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
+        #: True while it stands still behind a request of a kind that its process has not answered yet.
+        self.begins = False
         #: Lateness of its next token in seconds.
         self.overdue_s = 0.0
         #: Its counter of tokens; time of the last scrape; time of the scrape before its last change; True if
@@ -57,15 +59,24 @@ class Silence:
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
     def watch(
-        self, since: float, need_s: float, late_s: float, stands_s: float, least_s: float, now: float
+        self,
+        since: float,
+        need_s: float,
+        late_s: float,
+        stands_s: float,
+        least_s: float,
+        now: float,
+        *,
+        begins: bool,
     ) -> bool:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
         proof that it works. `late_s`: delay of another request's first token. It stands still
         after `stands_s`, has stalled after `least_s`; both after `STALL_FACTOR` times what a token needs.
+        `begins`: a request of a new kind came last, for which an engine may have to compile.
         """
-        self.overdue_s = 0.0
+        self.overdue_s, self.begins = 0.0, False
         if self.works(now):
             return self._goes_on()
         if since == math.inf:
@@ -85,6 +96,9 @@ class Silence:
             self.silent_since = now - silence_s
         if silence_s <= least_s or (self.counts(now) and not self.still):
             return False  # it may have worked since its last token: the next scrape tells
+        self.begins = begins and silence_s <= table.BEGINNING_S
+        if self.begins:
+            return False
         self.stalled_since = now
         return True
 

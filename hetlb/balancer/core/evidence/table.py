@@ -37,6 +37,8 @@ STALL_FACTOR: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
+#: The same after a request of a kind that its process has not answered yet: an engine may compile for it.
+BEGINNING_S: Final = 45.0
 #: Seconds, and `STALL_FACTOR` steps, without a token: the stream has stopped, this is no slow step.
 STANDS_S: Final = 0.5
 #: Seconds for which a limit without a stated time holds.
@@ -124,7 +126,8 @@ _TRIALS: Final = f"trials alone: one request at a time, {PAUSE_S:g} to {MOST_PAU
 STALLED: Final = Restraint(
     "stalled",
     f"no token for {STALL_FACTOR:g} times what one takes, {LEAST_SILENCE_S:g} s at least "
-    f"({UNKNOWN_SILENCE_S:g} s while its speed is unknown), and its own counters stand still",
+    f"({UNKNOWN_SILENCE_S:g} s while its speed is unknown, {BEGINNING_S:g} s behind a request with a field "
+    "that its process has not answered yet), and its own counters stand still",
     f"{_TRIALS}; requests without a byte go elsewhere within the budget of retries",
     "a token comes, or its counters move",
 )
