@@ -216,7 +216,7 @@ async def _cpu_s(facts: EngineFacts) -> float | None:
 
 
 def _alike(one: EngineFacts, other: EngineFacts) -> bool:
-    """Return whether two servers began at once and say the same of themselves."""
+    """Return True if two servers began at once and describe themselves alike."""
     if not one.began or one.began != other.began or one.sample is None or other.sample is None:
         return False
     roots = [[entry.get("root") for entry in each.entries] for each in (one, other)]
@@ -280,7 +280,7 @@ async def _foreign(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) 
 
 
 def _trouble(error: BaseException, host: str, path: str, timeout_s: float) -> str:
-    """Return why a page did not come, in the words of `hetlb status`."""
+    """Return the reason why a page did not come, in the words of `hetlb status`."""
     if isinstance(error, TimeoutError):
         return f"no answer to {path} within {timeout_s:g} s"
     cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)

@@ -34,7 +34,7 @@ class Canary:
         self._last = 0.0
 
     def takes(self, session: str | None) -> bool:
-        """Return whether a request is of the canary's share."""
+        """Return True if a request is of the canary's share."""
         if session is not None:
             digest = blake2b(session.encode(), digest_size=6, person=b"canary").digest()
             return int.from_bytes(digest) / (1 << 48) < self._share

@@ -25,7 +25,7 @@ class PageOrigins:
         self._origins = frozenset(each.encode("ascii") for each in origins)
 
     def lines(self, head: RequestHead) -> bytes:
-        """Return header lines that let a page read the answer; b"" for a client that is none of these."""
+        """Return header lines that let a page read the answer; b"" for a client that is no such page."""
         origin = head.fields.get(b"origin")
         if origin is None or not self._origins & {origin.lower(), b"*"}:
             return b""

@@ -117,7 +117,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_counters(self) -> dict[str, Callable[[str], int]]:
-        """Return what counts the tokens of a text, by model. Raises `ConfigError`."""
+        """Return the tokenizers of models, as functions from a text to its tokens. Raises `ConfigError`."""
         if all(model.tokenizer is None for model in self.file.models):
             return {}
         from hetlb.balancer.config.token_counters import token_counters

@@ -397,7 +397,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def other_discipline(self) -> str:
-        """Return how the engine schedules otherwise than the engine model, which is vLLM's; "" for vLLM."""
+        """Return the difference of the engine's scheduling from the model of vLLM's; "" for vLLM."""
         engine = self.engine.name
         if engine.lower() == "vllm":
             return ""

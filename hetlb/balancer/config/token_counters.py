@@ -10,7 +10,7 @@ from hetlb.files import content
 
 
 def token_counters(fleet: Fleet) -> dict[str, Callable[[str], int]]:
-    """Return what counts the tokens of a text, by model. Raises `ConfigError`."""
+    """Return the tokenizers of models, as functions from a text to its tokens. Raises `ConfigError`."""
     counters: dict[str, Callable[[str], int]] = {}
     for m, model in enumerate(fleet.file.models):
         if model.tokenizer is None:

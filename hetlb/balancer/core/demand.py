@@ -85,7 +85,8 @@ class Costs:
 class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    `costs` of each; `order`: their indices, a full batch done soonest first.
+    `costs` has the costs of each instance. `order` has their indices; the first one ends a full batch
+    soonest.
     """
 
     __slots__ = ("changes", "costs", "counter", "instances", "members", "order")

@@ -354,7 +354,7 @@ class Placement:
         return ctx
 
     def _as_running(self, request: Request, predicted: float, long: float) -> tuple[bool, float]:
-        """Return whether lengths are unknown, and the length of a long answer by the running ones.
+        """Return True if lengths are unknown, and the length of a long answer, by the running ones.
 
         One that runs is a lower bound. While more run than have ended, `long` grows with them; while four
         times as many do, each is to have room for half a long one (R1's lengths, cold, at once: at least 0.95

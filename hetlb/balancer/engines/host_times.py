@@ -52,7 +52,7 @@ class HostTimes:
         self._running: set[str] = set()
 
     def wanted(self, instance: Instance) -> bool:
-        """Return whether an instance is free for a measurement, and none was in vain too often."""
+        """Return True if an instance is free for a measurement, and not too many of it were in vain."""
         free = not instance.in_flight and not instance.asleep and instance.spec.kv_transfer is None
         up = instance.admin is AdminState.READY and instance.evidence.health.state is Health.UP
         known = instance.name in self._watch.models and instance.name not in self._running

@@ -51,6 +51,6 @@ class KeptPlaces:
         return None if place is None or place.owner != owner else place
 
     def take(self) -> list[tuple[str, Place]]:
-        """Return what peers are to be told since the last time."""
+        """Return the changes for peers since the last call."""
         unsent, self._unsent = self._unsent, []
         return [(each, self.by_id[each]) for each in unsent if each in self.by_id]

@@ -158,7 +158,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
 
 
 def _density(body: bytes) -> int:
-    """Return how long JSON takes to be read, in nanoseconds of a usual machine, by a look at a part of it."""
+    """Return an estimate of the time to parse JSON, in nanoseconds, from a part of it."""
     look, last = _LOOK_BYTES, _STRIDE_BYTES - _LOOK_BYTES
     starts = [at + random.randrange(last) for at in range(0, len(body) - _STRIDE_BYTES, _STRIDE_BYTES)]
     seen = b"".join([body[at : at + look] for at in starts])

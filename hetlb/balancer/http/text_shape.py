@@ -92,9 +92,10 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
 
 
 def _last_event(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the lines before the data of the last of whole events, the line of its data, and its line ends.
+    """Return the last of several whole events in three parts.
 
-    Each is b"" if the event has more than one line of data.
+    The parts are the lines before its data, the line of its data, and its line ends. Each is b"" if the event
+    has more than one line of data.
     """
     line_end = len(data.rstrip(b"\r\n"))
     end = data[line_end:]

@@ -42,7 +42,7 @@ class KeyUse:
             self._tell()
 
     def take(self) -> list[PeerChange]:
-        """Return what peers are to be told since the last time."""
+        """Return the changes for peers since the last call."""
         unsent, self._unsent = self._unsent, []
         return unsent
 

@@ -108,7 +108,7 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
         )  # fmt: skip
 
     def change(self, request: Request) -> Booked:
-        """Return what to book, for a request that stands for its own."""
+        """Return the booking for a scheduler, with a request in place of the peer's own."""
         return Booked(
             self.number, self.instance, request, self.work_ns, self.predicted_output, self.age_s, self.begun,
             self.first_s,
@@ -202,7 +202,7 @@ PeerChange: TypeAlias = WireChange | WireOperated | WireDone | WireAdmitted | Wi
 
 
 def booked(lease: Lease, now: float) -> Booked:
-    """Return what another process must know of a live lease."""
+    """Return a live lease as a message for other processes."""
     begun = lease.first_token_at is not None
     return Booked(
         lease.id, lease.instance, lease.request, lease.work_ns, lease.predicted_output,
@@ -211,7 +211,7 @@ def booked(lease: Lease, now: float) -> Booked:
 
 
 def live(leases: Iterable[Lease], now: float) -> list[WireChange]:
-    """Return the leases of this process, as another one must know them."""
+    """Return the live leases of this process as messages for another one."""
     return [WireBooked.of(booked(each, now)) for each in leases if each.own]
 
 

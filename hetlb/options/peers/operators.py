@@ -125,7 +125,7 @@ class OperatorChanges:
             self._take_in(*self._early.pop(name))
 
     def take(self) -> list[PeerChange]:
-        """Return what peers are to be told since the last time."""
+        """Return the changes for peers since the last call."""
         unsent, self._unsent = self._unsent, []
         return unsent
 

@@ -322,6 +322,6 @@ def _later(attempt: Plain, step: Callable[[], None]) -> None:
 
 
 def resumption(driver: Driver) -> Callable[[Kind, Call, EngineRequest], Resumable]:
-    """Return what makes the maker of one request's attempts."""
+    """Return the factory of the makers that requests with resumable answers get."""
     kept, deaths = Kept(), Deaths()
     return lambda kind, call, outgoing: Resumable(driver, kept, deaths, kind, call, outgoing)

@@ -139,7 +139,7 @@ def in_short(plan: RentPlan) -> str:
 def simulated_document(
     table: Table, plan: RentPlan, seed: int, slo: SloLimits | None, limits: SolveLimits
 ) -> dict[str, Any]:
-    """Return what the whole fleet serves under `hetlb`: lengths known to the scheduler, and not known.
+    """Return the rates of the whole fleet under `hetlb`, with known and with unknown lengths of answers.
 
     With latencies asked for it has the share of requests that meet them, and the highest rate with enough.
     What the limits leave no time for is null.

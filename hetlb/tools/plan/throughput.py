@@ -128,7 +128,7 @@ def slowed(profile: Profile, share: float) -> Profile:
 
 
 def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> Profile:
-    """Return the profile that a pipeline composed of these stages has on a mix; of no stages as it is."""
+    """Return the profile of a pipeline of these stages on a mix; without stages, the profile as it is."""
     return slowed(profile, bubbles(engine_of(profile), mix, stages)) if stages else profile
 
 

@@ -234,7 +234,7 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
 def _kv_cache(
     memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the KV cache of a rank by the library; empty, with its words, if it computes none."""
+    """Return the KV cache of a rank by the library. If it computes none, return {} and its messages."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,

@@ -270,7 +270,7 @@ def _times(requests: Sequence[LoggedRequest]) -> _Array:
 
 
 def _single_part(residuals: Callable[[_Array], _Array]) -> _Array:
-    """Return the variables with the one part changed that brings the log nearest; else all `_SHIFT`."""
+    """Return the variables that fit the log best if one part alone differs from `_SHIFT`."""
 
     def distance(variables: _Array) -> float:
         return float(np.sum(np.sqrt(1.0 + (residuals(variables) / _CORNER) ** 2) - 1.0))

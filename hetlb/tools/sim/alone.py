@@ -126,7 +126,7 @@ def _radical_inverse(number: int) -> float:
 
 
 def batch_of(spec: EngineSpec, tokens: float) -> int:
-    """Return how many sequences of `tokens` tokens on average over their life one engine runs at once."""
+    """Return the number of sequences that one engine runs at once, of a mean length over their life."""
     return max(1, int(spec.limits.batch_of(tokens)))
 
 
@@ -137,7 +137,10 @@ def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
 
 
 def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Return how many requests, at least a plan's, keep an engine full until its rate is steady."""
+    """Return the number of requests that keep an engine full until its rate is steady.
+
+    It is at least the number of a plan.
+    """
     return max(len(plan), min(_MOST_FULL_REQUESTS, _FULL_BATCHES * mean_batch(spec, plan)))
 
 

@@ -107,7 +107,7 @@ class DecodeBatch:
         return pool.grows + pool.window if inside else pool.grows
 
     def alike(self, steps: int) -> int:
-        """Return how many of the next `steps` steps no window fills in."""
+        """Return the number of the next `steps` steps in which no window becomes full."""
         filling = self._filling_steps
         return min(steps, filling[0] - self.step) if filling else steps
 
@@ -147,7 +147,7 @@ class DecodeBatch:
         return steps[0] - self.step + 1
 
     def affordable_steps(self, steps: int, free: int) -> int:
-        """Return how many of the next `steps` steps find every block they need among `free` ones."""
+        """Return the number of the next `steps` steps with enough blocks among the `free` ones."""
         if self.blocks_needed(steps) <= free:
             return steps
         size = self._size

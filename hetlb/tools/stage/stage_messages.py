@@ -50,7 +50,7 @@ _Curve: TypeAlias = Annotated[list[tuple[_Seconds, _Seconds]], Meta(min_length=2
 
 
 def pack(tokens: Iterable[int]) -> bytes:
-    """Return the token ids as they travel."""
+    """Return token ids as bytes of a message."""
     ids = tuple(tokens)
     return struct.pack(f"<{len(ids)}i", *ids)
 

@@ -201,7 +201,7 @@ def asked_texts(body: dict[str, Any]) -> Iterable[str]:
 
 
 def _token_ids(body: dict[str, Any]) -> int:
-    """Return how many tokens a prompt of token ids has, of several together; 0 for a text."""
+    """Return the number of tokens of a prompt of token ids, or of several together; 0 for a text."""
     ids = body.get("prompt", body.get("input"))
     lists = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
     return sum(len(each) for each in lists if isinstance(each, list) and each and isinstance(each[0], int))

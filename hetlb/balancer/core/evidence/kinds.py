@@ -240,5 +240,5 @@ class RefusedKinds:
 
 
 def why(kind: RefusedKind) -> str:
-    """Return why a request does not go to an instance, for people."""
+    """Return the reason why a request does not go to an instance, for people."""
     return f"it refuses such requests ({kind.status})" if kind.status else "its client lost an answer there"

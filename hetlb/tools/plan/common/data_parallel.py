@@ -127,7 +127,7 @@ def estimated_rank(
 
 
 def _factors(base: Profile, roofline: Callable[[int], Roofline]) -> dict[StepKind, float]:
-    """Return how many times longer than its roofline a profile takes, for prompts and for decode steps."""
+    """Return the times of a profile over its roofline, for prompts and for decode steps."""
     latency, own = base.latency, roofline(base.engine.tensor_parallel_size or 1)
     prompts, tokens = _USUAL[StepKind.PREFILL]
     batch, context = _USUAL[StepKind.DECODE]
