@@ -123,7 +123,12 @@ def test_a_profile_of_its_own_is_no_estimate(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ({"tp1dp9": "tp8.yaml"}, "profiles.tp1dp9: expected a degree of at most the 8 GPUs, got 9"),
+        (
+            {"tp1dp16": "ranks.yaml"},
+            "profiles.tp1dp16: expected at most the 8 GPUs of a machine for data-parallel ranks, got 16: "
+            "ranks over machines are not planned",
+        ),
+        ({9: "tp8.yaml"}, "profiles.9: expected a degree of at most the 8 GPUs, got 9"),
         ({"dp8": "tp8.yaml"}, "profiles.dp8: expected a tensor-parallel degree or tp1dp8 as the key"),
         ({"tp8dp1": "ranks.yaml"}, "expected a profile of 1 data-parallel ranks, got one of 8"),
         ({"tp1dp8": "tp8.yaml"}, "expected a profile of degree 1, got one of degree 8"),
@@ -137,6 +142,40 @@ def test_a_wrong_key_is_one_line(
     (folder / "ranks.yaml").write_text(yaml.safe_dump(profile))
     path = cluster(folder, profiles)
     assert main(["search", "--config", str(path), "--trace", str(folder / "trace.csv")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "words"),
+    [
+        (
+            16,
+            {},
+            "gpus: expected at most the 8 GPUs of a machine for data-parallel ranks, got 16: ranks over ",
+        ),
+        (8, {}, "profile: expected one stage of 8 data-parallel ranks, got 2: pipelines of ranks are not "),
+        (8, {"pipeline_parallel_size": 2}, "expected one stage of 8 data-parallel ranks, got 2: pipelines"),
+    ],
+)
+def test_ranks_over_machines_and_pipelines_of_ranks_are_refused_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], ranks: int, more: dict[str, Any], words: str
+) -> None:
+    profile = yaml.safe_load((folder / "tp8.yaml").read_text())
+    profile["engine"] |= {"data_parallel_size": ranks, "tensor_parallel_size": 1}
+    (folder / "ranks.yaml").write_text(yaml.safe_dump(profile))
+    document = {
+        "version": 1,
+        "budget_per_hour": 16,
+        "models": [{"name": "m", "config": "config.json"}],
+        "offers": [{"gpu": "H200", "price_per_hour": 2.0, "memory_bytes": MEMORY}],
+        "configurations": [{"name": "wide", "gpus": {"H200": 16}, "profile": "ranks.yaml", **more}],
+        "workloads": [{"name": "chat", "share": 1, "input_tokens": 2000, "output_tokens": 100}],
+    }
+    path = folder / "market.yaml"
+    path.write_text(yaml.safe_dump(document))
+    assert main(["rent", "--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1

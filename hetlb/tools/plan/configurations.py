@@ -37,7 +37,7 @@ from hetlb.tools.plan.common.data_parallel import (
     estimated_rank,
     rank_tokens,
 )
-from hetlb.tools.plan.common.plan_tables import Model
+from hetlb.tools.plan.common.plan_tables import Model, check_one_machine
 from hetlb.tools.plan.market import Market, OfferTable
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.tools.sim.staged_engine import EngineStage
@@ -81,7 +81,16 @@ def _stated(market: Market) -> list[Configuration]:
             degree = stated or total // table.pipeline_parallel_size
         ranks = 1 if profile is None else profile.engine.data_parallel_size or 1
         stages = total // (degree * ranks) if degree else 0
-        if stages * degree * ranks != total or (ranks > 1 and stages > 1):
+        if ranks > 1:
+            at = f"{market.path}: configurations[{index}]"
+            parts = max(stages, table.pipeline_parallel_size, len(gpus))
+            if parts > 1:
+                raise ConfigError(
+                    f"{at}.profile: expected one stage of {ranks} data-parallel ranks, got {parts}: "
+                    "pipelines of ranks are not planned"
+                )
+            check_one_machine(f"{at}.gpus", total, max(market.offers[gpu].gpus_per_machine for gpu in gpus))
+        if stages * degree * ranks != total:
             raise ConfigError(
                 f"{market.path}: configurations[{index}].tensor_parallel_size: expected a divisor of its "
                 f"{total} GPUs, got {degree}"

@@ -23,6 +23,7 @@ from hetlb.tools.plan.common.plan_tables import (
     PlanModelTable,
     RooflineTable,
     check_degrees,
+    check_one_machine,
     read_degrees,
     read_model,
 )
@@ -184,6 +185,7 @@ def load_market(path: Path) -> Market:
                 profile, place = market.profiles[written], f"{path}: offers[{o}].profiles.{name}.{degree}"
                 tp, dp = read_degrees(degree, place)
                 if dp > 1:
+                    check_one_machine(place, tp * dp, offer.gpus_per_machine)
                     check_degrees(place, profile, tp, dp)
                 check_memory(place, models[name], profile, tp, offer.memory_bytes, dp)
     for index, table in enumerate(file.configurations):

@@ -302,8 +302,10 @@ def _profile_paths(
         where = f"{key}.profiles.{text}"
         tp, dp = found_key = read_degrees(text, where)
         found[found_key] = written
-        if tp * dp > table.gpus:
-            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {tp * dp}")
+        if dp > 1:
+            check_one_machine(where, tp * dp, table.gpus)
+        if tp > table.gpus:
+            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {tp}")
         if written not in loaded:
             loaded[written] = load_named(path.parent, written, where)
         check_degrees(where, loaded[written], tp, dp)
@@ -318,6 +320,15 @@ def read_degrees(text: str, where: str) -> tuple[int, int]:
             f"{where}: expected a tensor-parallel degree or tp1dp8 as the key, got {short(text)}"
         )
     return (int(found[1]), 1) if found[1] else (int(found[2]), int(found[3]))
+
+
+def check_one_machine(where: str, gpus: int, most: int) -> None:
+    """Raise `ConfigError` for data-parallel ranks on more GPUs than a machine has."""
+    if gpus > most:
+        raise ConfigError(
+            f"{where}: expected at most the {most} GPUs of a machine for data-parallel ranks, got {gpus}: "
+            "ranks over machines are not planned"
+        )
 
 
 def check_degrees(where: str, profile: Profile, tp: int, dp: int) -> None:
