@@ -56,6 +56,7 @@ from hetlb.options.peers import lease_wire, peer_messages
 from hetlb.options.pick import stream_states
 from hetlb.options.wake import sleep_states
 from hetlb.tools.plan.cluster import ClusterFile
+from hetlb.tools.plan.market import MarketFile
 from hetlb.tools.stage.stages_file import StagesFile
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ FILES = (
     ("Fleet file", "fleet", FleetFile),
     ("Keys of clients", "keys of clients", Tenant),
     ("Cluster file", "cluster", ClusterFile),
+    ("Market file", "market", MarketFile),
     ("File of stages", "stages", StagesFile),
     ("Latency profile", "profile", Profile),
 )

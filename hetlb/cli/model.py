@@ -54,7 +54,7 @@ def _encoders(facts: ModelFacts) -> str:
     counted = facts.encoder_parameters
     words = f", {counted:,} parameters of encoders in them" if counted else ""
     unknown = ", ".join(facts.uncounted)
-    return words + (f", without {unknown}, whose sizes are not known" if unknown else "")
+    return words + (f"; sizes of {unknown} are not known" if unknown else "")
 
 
 def _experts(facts: ModelFacts) -> str:

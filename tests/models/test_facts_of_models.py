@@ -433,7 +433,7 @@ def test_an_encoder_without_sizes_is_named(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**QWEN3_VL, "audio_config": {"n_fft": 400}}))
     assert main(["model", str(path)]) == 0
-    assert "parameters of encoders in them, without audio_config" in capsys.readouterr().out
+    assert "parameters of encoders in them; sizes of audio_config are not known" in capsys.readouterr().out
     assert facts(QWEN3_VL, audio_config={"n_fft": 400}).uncounted == ("audio_config",)
 
 
