@@ -60,6 +60,35 @@ def test_the_turns_of_a_chat_stay_at_one_engine() -> None:
     assert {next(iter(each)) for each in ranks.values()} == {0, 1, 2, 3}
 
 
+def test_chats_one_after_the_other_use_all_caches() -> None:
+    scheduler = ranked(3)
+    ranks = []
+    for number in range(9):
+        lease = ask(scheduler, number, float(number), ((f"{number}", 4000),))
+        ranks.append(lease.rank)
+        scheduler.on_first_token(lease, number + 0.1)
+        scheduler.on_lease_ended(lease, Outcome.OK, number + 0.2, retry=False)
+    assert [ranks.count(each) for each in range(3)] == [3, 3, 3]
+
+
+def test_a_report_of_one_engine_says_nothing_of_the_other_caches() -> None:
+    """A prompt is read anew where it is not held: what the server is believed to hold stays."""
+    scheduler = ranked(2)
+    [instance] = scheduler.instances
+    keys = (("x", 4000),)
+    first = ask(scheduler, 1, 1.0, keys)
+    scheduler.on_first_token(first, 1.1)
+    scheduler.on_lease_ended(first, Outcome.OK, 1.2, retry=False)
+    beside = [ask(scheduler, 2, 2.0, (), prompt=1000), ask(scheduler, 3, 2.0, (), prompt=9000)]
+    assert [each.rank for each in beside] == [1 - first.rank, first.rank]
+    again = ask(scheduler, 4, 2.0, keys)
+    assert again.rank != first.rank
+    scheduler.on_first_token(again, 2.1)
+    again.reported_cached_tokens = 0
+    scheduler.on_lease_ended(again, Outcome.OK, 2.2, retry=False)
+    assert instance.tree.share == 1.0
+
+
 steps = st.lists(
     st.tuples(st.sampled_from(["ask", "begin", "end", "leave"]), st.integers(0, 5), st.integers(1, 4000)),
     max_size=60,

@@ -368,6 +368,8 @@ class InstanceLedger(InstanceLimits):
         tree = self.tree if shared.node is None else shared.node.tree
         if lease.first_token_at is not None and tree is self.tree and not self.removed:
             answer, reported = lease.output_tokens // max(1, request.sequences), lease.reported_cached_tokens
+            if self.ranks is not None:  # one engine's report says nothing of the other engines' caches
+                reported, tree.share = None, self.ranks.cache_share
             tree.answered(shared, request.prefix_keys, request.prompt_tokens, answer, reported)
         freed = tree.detach(shared.node)
         self.kv_tokens -= freed

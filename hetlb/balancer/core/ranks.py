@@ -7,13 +7,17 @@ the header `X-data-parallel-rank`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Final
 
 from hetlb.balancer.core.prefix_index import PrefixIndex, Shared, Tree
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance_ledger import InstanceLedger
     from hetlb.balancer.core.types import Lease
+
+#: Part of an answer's decoding beside the sequences that run at its dispatch: on average they are half done.
+_SHARED_PART: Final = 0.5
 
 
 class Rank:
@@ -24,6 +28,11 @@ class Rank:
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.in_flight = self.sequences = self.unread_tokens = self.kv_tokens = 0
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of prompts that its cache is believed to hold."""
+        return self.tree.used_tokens + self.tree.unused_tokens
 
 
 class RankBooking:
@@ -55,7 +64,7 @@ class Ranks:
         slots = max(1, instance.max_num_seqs // count)
         cache = instance.kv_cache_tokens // count
         need = lease.promised_tokens
-        best, best_cost = 0, (0.0, 0)
+        best, best_cost = 0, (0.0, 0, 0)
         for number, rank in enumerate(self.each):
             unread = rank.unread_tokens + request.sequences * max(1, prompt - held.get(number, 0))
             batch = rank.sequences + request.sequences
@@ -63,7 +72,8 @@ class Ranks:
             decode_s = max(1.0, lease.predicted_output) * step_s
             full = max(0, batch - slots) / slots + max(0, rank.kv_tokens + need - cache) / max(1, cache)
             read_s = instance.latency.prefill_s(float(unread)) if request.sequences else 0.0
-            cost = read_s + decode_s * (1.0 + full), rank.in_flight
+            # Of two idle ones the emptier cache: a new chat displaces no other's prompt there.
+            cost = read_s + decode_s * (_SHARED_PART + full), rank.in_flight, rank.held_tokens
             if not number or cost < best_cost:
                 best, best_cost = number, cost
         chosen = self.each[best]
@@ -80,6 +90,11 @@ class Ranks:
         chosen.unread_tokens += unread_tokens
         chosen.kv_tokens += kv_tokens + (0 if shared is None else shared.new_tokens)
         chosen.tree.evict(max(0, cache - chosen.kv_tokens))
+
+    @property
+    def cache_share(self) -> float:
+        """Mean share of the engines' KV caches with unused blocks."""
+        return math.fsum([rank.tree.share for rank in self.each]) / len(self.each)
 
     def begun(self, lease: Lease) -> None:
         """Note that the prompts of a lease were read."""
