@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 import yaml
-from helpers import HANG_S
+from helpers import HANG_S, free_port
 
 from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
@@ -21,6 +21,7 @@ from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.peers import share
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.redis_transport import RedisTransport
+from hetlb.options.pick.pick_service import PickService
 
 #: Seconds for which the loop stands: longer than any timeout of the tasks here.
 LAG_S = 0.5
@@ -44,14 +45,15 @@ class Mute:
         server.close()
 
 
-async def serving(port: int, folder: Path, first: str) -> Close:
+async def serving(port: int, folder: Path, first: str, picks: bool = False) -> Close:
     """Start a service whose engine, publisher of events, API server, name server and peers are mute.
 
-    `first` is closed first. One with `wake` has no peers.
+    `first` is closed first. One with `wake` has no peers. `picks`: an endpoint picker, whose gateway is mute.
     """
-    fleet = {
+    fleet: dict[str, Any] = {
         "version": 1,
         "listen": {"port": 0},
+        "pick": {"port": free_port()},
         "admin": {"port": 0},
         "scrape": {"interval_s": 0.1, "timeout_s": 0.3},
         "watch": True,
@@ -69,7 +71,7 @@ async def serving(port: int, folder: Path, first: str) -> Close:
                     {
                         "url": f"http://127.0.0.1:{port}",
                         "kv_events": f"tcp://127.0.0.1:{port}",
-                        "wake": None if first == "sharing" else {"sleep_after_s": 0.01},
+                        "wake": None if picks or first == "sharing" else {"sleep_after_s": 0.01},
                     },
                 ],
             }
@@ -78,17 +80,27 @@ async def serving(port: int, folder: Path, first: str) -> Close:
     (folder / "instances.d").mkdir()
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))
-    service = Service(load_fleet(path), OPTIONS)
-    service.offer = Offer(service)
+    service = (PickService if picks else Service)(load_fleet(path), OPTIONS)
+    if not picks:
+        service.offer = Offer(service)
     if first == "sharing":
         share(service)
     await service.start()
+    gateway = None
+    if picks:
+        _, gateway = await asyncio.open_connection("127.0.0.1", fleet["pick"]["port"])
 
     async def close() -> None:
         await getattr(service, first).close()  # in the turn of the lag
         await service.close()
+        if gateway is not None:
+            gateway.close()
 
     return close
+
+
+async def picking(port: int, folder: Path, first: str) -> Close:
+    return await serving(port, folder, first, picks=True)
 
 
 async def sharing(port: int, folder: Path, first: str) -> Close:
@@ -118,6 +130,10 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
         (serving, "_sleep"),
         (serving, "sharing"),
         (serving, "offer"),
+        (picking, "watch"),
+        (picking, "_sources"),
+        (picking, "sharing"),
+        (picking, "server"),
         (sharing, ""),
     ],
 )
