@@ -21,6 +21,7 @@ def mistakes_of(fleet: Fleet) -> Iterator[str]:
     """Yield the mistakes of a fleet with known instances, without a file name."""
     file = fleet.file
     yield from _own_mistakes(file)
+    yield from wake_mistakes(file)
     yield from _class_mistakes(file)
     yield from _profile_mistakes(fleet)
     yield from _plan_mistakes(fleet)
@@ -56,6 +57,15 @@ def _own_mistakes(file: FleetFile) -> Iterator[str]:
             yield f"{key}.name: expected a name used once, got {model.name!r} again"
         if not model.instances and file.discovery is None:
             yield f"{key}.instances: expected at least one instance, got none"
+
+
+def wake_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a mistake if instances may sleep and several processes would decide about it."""
+    if any(each.wake is not None for model in file.models for each in model.instances):
+        if file.proxy.workers > 1:
+            yield f"proxy.workers: expected 1 with wake: one process decides, got {file.proxy.workers}"
+        if file.shared is not None:
+            yield "shared: expected none with wake: one process decides"
 
 
 def _pattern_mistake(name: str, key: str) -> Iterator[str]:

@@ -327,6 +327,11 @@ def test_one_process_decides(tmp_path: Path, more: str, capsys: pytest.CaptureFi
     )
     assert main(["serve", "--check", "--config", str(path)]) == 2
     assert "with wake: one process decides" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="with wake: one process decides"):
+        load_fleet(path)  # as a reload does
+    path.write_text(path.read_text().replace(more, ""))
+    assert main(["serve", "--check", "--config", str(path), "--workers", "2"]) == 2
+    assert "proxy.workers: expected 1 with wake" in capsys.readouterr().err
 
 
 async def test_who_may_register_a_server_may_run_no_command(tmp_path: Path) -> None:
