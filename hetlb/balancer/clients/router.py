@@ -30,7 +30,6 @@ from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH, 
 from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import MOST_PRIORITY, Call, read_json
-from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -299,6 +298,11 @@ class Router:
         splits = driver.splits if sequences == 1 else None
         canary = None if self.names is None else self.names.canaries.get(model)
         side = None if canary is None else canary.side(self._session_of(head, owner))
+        features: tuple[str, ...] | None = None
+        if driver.scheduling.fleet.reads_features():
+            from hetlb.balancer.http.request_features import features_of
+
+            features = features_of(call.body)
         return Request(
             id=driver.next_id(),
             model=model,
@@ -320,7 +324,7 @@ class Router:
             subset=call.subset,
             path=head.path,
             client=address,
-            features=features_of(call.body) if driver.scheduling.fleet.reads_features() else None,
+            features=features,
             side=side,
         )
 

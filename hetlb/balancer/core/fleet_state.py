@@ -12,7 +12,6 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
-from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
@@ -153,6 +152,8 @@ class FleetState:
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
         if instance.ranks is not None:
+            from hetlb.balancer.core.ranks import Ranks
+
             instance.ranks = Ranks(len(instance.ranks.each))
 
     def share_speed(self, model: str, profiled: bool) -> None:

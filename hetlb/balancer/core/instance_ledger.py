@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.core.instance_limits import ChangeCounter, InstanceLimits
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
-from hetlb.balancer.core.ranks import Ranks
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import BlockIndex
+    from hetlb.balancer.core.ranks import Ranks
     from hetlb.balancer.core.slot_times import SlotTimes
 
 #: Most sequences with kept loads of an instance.
@@ -237,6 +237,8 @@ class InstanceLedger(InstanceLimits):
         if count < 2:
             self.ranks = None
         elif self.ranks is None or len(self.ranks.each) != count:
+            from hetlb.balancer.core.ranks import Ranks
+
             self.ranks = Ranks(count)
 
     def begin(self, lease: Lease, now: float) -> None:

@@ -32,7 +32,6 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.http1 import RequestHead
-from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
@@ -108,7 +107,6 @@ class Driver(Host):
         #: Turns for answers that are taken elsewhere.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
-        #: Ends one exchange where hetlb raised an error at it.
         self.guard = Guard(self)
         #: None while no instance has ever taken part in a split.
         self.splits: Splits | None = None
@@ -177,9 +175,6 @@ class Driver(Host):
         elif record.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             scheduling.cancelled(request_id, ended_at)
         self._told_if_idle()
-
-    def failed(self, exchange: Exchange, error: Exception) -> None:
-        self.guard.ended(exchange, error)
 
     def dropped(self, exchange: Exchange) -> None:
         """End an exchange that could not end itself; the guard gives back its bookings."""
@@ -272,7 +267,7 @@ class Driver(Host):
 
     def features(self, lease: Lease) -> tuple[str, ...]:
         exchange = self.exchanges.get(lease.request.id)
-        return () if exchange is None else features_of(exchange.outgoing.body)
+        return () if exchange is None else exchange.outgoing.features
 
     def may_turn_away(self, lease: Lease) -> bool:
         exchange = self.exchanges.get(lease.request.id)

@@ -11,7 +11,6 @@ from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, is_usual, model_of
 from hetlb.balancer.http.http1 import ResponseHead
-from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
 from hetlb.balancer.http.transfer_fields import TransferWatch, harmless
 
@@ -74,7 +73,11 @@ class EngineAnswer:
     @property
     def busy_s(self) -> float | None:
         """Seconds until a retry, None unless the engine reports that it is busy."""
-        return retry_after_s(self.head.fields) if self.is_busy else None
+        if not self.is_busy:
+            return None
+        from hetlb.balancer.http.retry_after import retry_after_s
+
+        return retry_after_s(self.head.fields)
 
     @property
     def lost(self) -> bytes | None:

@@ -19,6 +19,13 @@ class EngineRequest:
         self.label = label.encode("ascii")
         self.body = body
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of its body that some engines refuse."""
+        from hetlb.balancer.http.request_features import features_of
+
+        return features_of(self.body)
+
     def send(self, connection: EngineConnection, lines: bytes, body: bytes) -> None:
         """Send it with these lines as its head, and this body."""
         if body or self.head.method not in _BODILESS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.balancer.config.fleet_tables import ProxyTable
@@ -28,6 +28,9 @@ from hetlb.balancer.http.error_responses import Answer
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.guard import Guard
+
 #: Kinds of which a stream is server-sent events, and may hold comments.
 SSE_KINDS: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES)
 _QUEUED: Final = Phase.QUEUED
@@ -40,6 +43,8 @@ class Host(Carrier):
     """Interface of the driver for its exchanges."""
 
     exchanges: dict[RequestId, Exchange]
+    #: Ends one exchange after an error of hetlb in it.
+    guard: Guard
 
     @abstractmethod
     def give_up(self, request_id: RequestId) -> float:
@@ -48,10 +53,6 @@ class Host(Carrier):
     @abstractmethod
     def finished(self, exchange: Exchange) -> None:
         """Count an exchange that has its outcome, and give its lease back."""
-
-    @abstractmethod
-    def failed(self, exchange: Exchange, error: Exception) -> None:
-        """End an exchange after an error of hetlb in it."""
 
     @abstractmethod
     def dropped(self, exchange: Exchange) -> None:
@@ -188,7 +189,7 @@ class Exchange:
 
     def fault(self, error: Exception) -> None:
         """Hand an error that was raised at this request to the guard, which ends it."""
-        self.host.failed(self, error)
+        self.host.guard.ended(self, error)
 
     def refuse(
         self,

@@ -32,7 +32,6 @@ from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.answer_form import ODD, PATHS, WRONG
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
-from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.http.sse import SseWatcher, is_comment
 
 #: Seconds of a known standstill of its engine after which a stream ends.
@@ -534,7 +533,7 @@ def _judged(attempt: Plain, answer: EngineAnswer) -> End:
 def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
     """Tell the scheduler that nothing came of the request, by a status; it may give it to another one."""
     exchange, known = attempt.exchange, attempt.lease.request.features
-    features = features_of(exchange.outgoing.body) if known is None else known
+    features = exchange.outgoing.features if known is None else known
     attempt.driver.scheduling.refused(attempt.lease, status, again_s, features, exchange.now())
 
 
