@@ -299,6 +299,7 @@ UNITS = (
     ("stage", 2.0, 4.0),
     ("messages", 1.5, 4.0),
     ("few lists", 0.7, 16.0),
+    ("two metrics", 4.0, 16.0),  # read whole, and by the places that are remembered, until these are known
     ("metrics", 0.7, 8.0),
     ("", 0.7, 4.0),
 )

@@ -201,7 +201,7 @@ def test_rent_has_data_parallel_servers(folder: Path, capsys: pytest.CaptureFixt
     copied = found["h200-tp8"].profile
     assert copied is not None
     assert 8 * (ranked.profile.engine.kv_cache_tokens or 0) > 2 * (copied.engine.kv_cache_tokens or 0)
-    flags = ["--config", str(path), "--time-limit", "20", "--no-cache", "--json"]
+    flags = ["--config", str(path), "--time-limit", "200", "--no-cache", "--json"]
     assert main(["rent", *flags, "--write-fleet", str(folder / "rented.yaml")]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "h200-tp1dp8" in document["throughput_table"]
