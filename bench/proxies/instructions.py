@@ -31,6 +31,8 @@ METRICS = (
     b'vllm:kv_cache_usage_perc{engine="0"} 0\n'
     b'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="100000"} 1\n'
 )
+#: Seconds of a whole answer: one that comes at once, under valgrind, teaches no speed, as a real one does.
+ANSWER_S = 0.25
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n%b\r\n\r\n"
 
 
@@ -87,6 +89,7 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 text = b'"message":{"role":"assistant","content":"Paris is the capital of France."}'
                 text = b'"choices":[{"index":0,%b,"logprobs":null,"finish_reason":"stop"}]' % text
                 kind, answer = b"application/json", b'{"id":"a","model":"m",%b,%b}' % (text, usage)
+                await asyncio.sleep(ANSWER_S)
             elif body:
                 asked, ids = json.loads(body), b'"return_token_ids":true' in body
                 streams[ids] += 1

@@ -127,7 +127,7 @@ def run_against(args: argparse.Namespace) -> int:
     if args.plot is not None:
         write_against_plot(args.plot, comparison)
     document = comparison_document(log, profile, comparison)
-    return print_document(args, document, lambda: print_comparison(profile, comparison))
+    return print_document(args, document, lambda: print_comparison(profile, document))
 
 
 def sweep(study: Study, cells: Sequence[StudyCell]) -> list[Ran]:

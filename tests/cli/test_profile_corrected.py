@@ -96,4 +96,4 @@ def test_a_log_of_one_load_tells_no_parts_apart(tmp_path: Path, capsys: pytest.C
     assert main(["profile", "--from", f"log:{log}", "--start", str(start), "--out", out]) == 2
     assert "expected arrivals that vary" in capsys.readouterr().err
     assert main(["simulate", "--against", str(log), "--profile", str(start)]) == 0
-    assert "E2E error by part" in capsys.readouterr().out
+    assert "mean distance over the mean" in capsys.readouterr().out

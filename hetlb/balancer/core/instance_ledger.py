@@ -125,7 +125,7 @@ class InstanceLedger(InstanceLimits):
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        running, loads = self.unfinished_sequences + self.foreign, self._loads
+        running, loads = self.sequences - self.finished_sequences + self.foreign, self._loads
         load = loads[running] if running < len(loads) else None
         if load is None:
             load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
@@ -384,7 +384,7 @@ class InstanceLedger(InstanceLimits):
         Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
         when their forecast says so. The prompts of streams without a token take their part of the iterations.
         """
-        running, unread = self.unfinished_sequences, self.unread_sequences
+        running, unread = self.sequences - self.finished_sequences, self.unread_sequences
         prompts = float(self.prompt_tokens)
         if self.incoming:  # booked and not there yet
             for lease in self.incoming.values():

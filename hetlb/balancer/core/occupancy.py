@@ -35,7 +35,7 @@ class EngineLoad:
 
     def __init__(self, instance: InstanceLedger, fewer: EngineLoad | None = None) -> None:
         """`fewer` is the load with one sequence less, if it is known."""
-        sequences = instance.unfinished_sequences + instance.foreign
+        sequences = instance.sequences - instance.finished_sequences + instance.foreign
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
         self.asynchronous = instance.capacity.async_scheduling is True
@@ -80,7 +80,7 @@ class Occupancy:
 
     def __init__(self, instance: InstanceLedger) -> None:
         self.load = load = instance.load
-        running = instance.unfinished_sequences + instance.foreign
+        running = instance.sequences - instance.finished_sequences + instance.foreign
         self.running = float(running)
         self.empty = not running and not instance.kv_tokens
         booked = (instance.promised_tokens + instance.prompt_tokens) / 2.0 - instance.finished_kv_tokens

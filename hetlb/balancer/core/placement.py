@@ -364,7 +364,7 @@ class Placement:
         if ended >= float(len(self.ledger.leased)):
             return False, long
         for each in self.fleet.ready[request.model].able:
-            running += each.unfinished_sequences
+            running += each.sequences - each.finished_sequences
             grown += each.grown_tokens
         if running > ended:
             long *= 1.0 + (1.0 - ended / running) * grown / (running * predicted)

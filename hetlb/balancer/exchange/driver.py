@@ -171,7 +171,7 @@ class Driver(Host):
         if lease is not None:
             scheduling.drain_rate.ended(ended_at)
             assert record.end is not None, "expected a lease to end in one of the ways of `exchange.ends`"
-            scheduling.lease_ended(lease, record.end.told, self.now(), retry=False)
+            scheduling.lease_ended(lease, record.end.told, ended_at, retry=False)
         elif record.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             scheduling.cancelled(request_id, ended_at)
         self._told_if_idle()

@@ -236,12 +236,16 @@ class Exchange:
         *,
         broken: bool = False,
         client_gone: bool = False,
+        now: float | None = None,
     ) -> None:
-        """End the request, the one way out. `end` is the lease's; `outcome` the request's without one."""
+        """End the request, the one way out, at `now` if the caller knows the time.
+
+        `end` is the lease's; `outcome` the request's without one.
+        """
         record, response = self.record, self.response
         self.attempt.leave()
         self.attempt = WAITING  # no cycle is left
-        record.ended_at = now = self.now()
+        record.ended_at = now = self.now() if now is None else now
         record.ended_in = self.phase
         self.enter(states.ENDED, now)
         if response.state is HEARTBEATS:

@@ -304,11 +304,12 @@ class Plain(Attempt):
         self.engine = None
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
+        now = exchange.now()  # a whole answer begins and ends in the same read
         if exchange.phase is not _STREAMING:
             payload = answer.kept + payload
             if _failed_at_once(self, answer, payload):
                 return
-            first = self._first_bytes(answer, payload, exchange.now(), whole=True)
+            first = self._first_bytes(answer, payload, now, whole=True)
             if first is None:
                 return
             payload = first
@@ -338,7 +339,7 @@ class Plain(Attempt):
         end = answer.end(record.kind in SSE_KINDS)
         if end is ends.ANSWERED and record.path in PATHS and not record.resumed_tokens:
             end = ends.ANSWERED if answer.is_usual(record.request) else _judged(self, answer)
-        exchange.finish(end)
+        exchange.finish(end, now=now)
 
     def token_at(self, heard_at: float) -> float:
         stream = None if self.answer is None else self.answer.stream

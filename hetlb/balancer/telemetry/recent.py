@@ -168,10 +168,10 @@ class Recent:
         name: str = outcome._value_  # `value` is a function in Python
         stretch.outcomes[name] = stretch.outcomes.get(name, 0) + 1
         if outcome is _OK:
-            _count(stretch.e2e, record.e2e_s)
+            _count(stretch.e2e, ended_at - record.arrived_at)
         if lease is None:
             return
-        ttft_s, tokens = record.ttft_s, lease.output_tokens
+        first_byte_at, tokens = record.first_byte_at, lease.output_tokens
         share = stretch.share(lease.instance)
         share.ended += 1
         share.failed += CAUSES[name] == "engine"
@@ -179,8 +179,8 @@ class Recent:
         share.output_tokens += tokens
         if outcome is not _OK:
             return
-        if ttft_s is not None:
-            _count(stretch.ttft, ttft_s)
+        if first_byte_at is not None:
+            _count(stretch.ttft, first_byte_at - record.arrived_at)
         if tokens > 0:
             each, took_s = tokens / lease.request.sequences, ended_at - lease.dispatched_at
             predicted = lease.predicted_output

@@ -1,10 +1,8 @@
-"""A log of a real server against the engine model: replay, errors with sign, and their causes.
+"""A log of a real server against the engine model: replay, errors with sign, and corrections of a profile.
 
-The engine model gets the requests of the log at the server's arrival times. The error of
-the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
-of an iteration and of a request are corrected one after the other, each to fit the log best, and each
-share is how much its correction moves the mean. What is left once all are corrected is scheduling,
-contents and chance. The shares and the rest add up to the error.
+The engine model gets the requests of the log at the server's arrival times. `fit_corrections` finds the
+factors on the times of prefill passes, mixed steps and decode steps, and the host's time of an iteration and
+of a request, that bring the replay nearest to the log.
 """
 
 from __future__ import annotations
@@ -32,16 +30,8 @@ from hetlb.tools.workload.measured_logs import Log, LoggedRequest
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
-#: The kinds of time corrected, in this order: the field of `Corrections`, and words for a verdict.
-PARTS = {
-    "prefill": ("prefill", "prefill passes"),
-    "mixed": ("mixed", "mixed steps"),
-    "decode": ("decode", "decode steps"),
-    "host": ("host_s", "host time of iterations"),
-    "request": ("request_s", "host time of requests"),
-}
-#: Name of the rest.
-REST = "scheduling"
+#: The kinds of time that are corrected: fields of `Corrections`.
+_PARTS = ("prefill", "mixed", "decode", "host_s", "request_s")
 #: Largest mean error that counts as right.
 RIGHT_ERROR = 0.03
 #: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 if requests wait.
@@ -205,18 +195,17 @@ class Corrections:
     request_s: float = 0.0
     errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def applied(self, k: LatencyModel, parts: Sequence[str] = tuple(PARTS)) -> LatencyModel:
-        """Return the model with some of its parts corrected."""
-        fields = [PARTS[part][0] for part in parts]
-        return corrected(k, **{field: getattr(self, field) for field in fields})
+    def applied(self, k: LatencyModel) -> LatencyModel:
+        """Return the model with its parts corrected."""
+        return corrected(k, **{part: getattr(self, part) for part in _PARTS})
 
     def described(self) -> list[str]:
         """Return one phrase for each part: its error, and whether the log shows it."""
         found = []
-        for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
-            value = getattr(self, field)
-            if field.endswith("_s"):
-                what = "an iteration" if part == "host" else "a request"
+        for part, error in zip(_PARTS, self.errors, strict=True):
+            value = getattr(self, part)
+            if part.endswith("_s"):
+                what = "an iteration" if part == "host_s" else "a request"
                 phrase, off = f"host {1e3 * value:+.2f} ± {1e3 * error:.2f} ms {what}", abs(value)
             else:
                 phrase, off = f"{part} x {value:.3f} ± {100 * error:.0f} %", abs(math.log(value))
@@ -400,18 +389,11 @@ def _means(requests: Sequence[LoggedRequest]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A log against a model. `split` sums to the mean error of the whole answer, in seconds.
-
-    `split_ttft` likewise of the time to the first token. `loads` are the errors of the requests that came at
-    each load.
-    """
+    """A log against a model. `loads` are the errors of the requests that came at each load."""
 
     failed: int
     preemptions: int
     errors: dict[str, MetricError]
-    split: dict[str, float]
-    split_ttft: dict[str, float]
-    corrections: Corrections
     loads: dict[str, dict[str, MetricError]]
     measured: list[LoggedRequest]
     simulated: list[LoggedRequest]
@@ -424,11 +406,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: the errors of the model, and their causes."""
+        """One sentence: the errors of the model."""
         name, off = _worst(self.errors)
-        shares = self.split_ttft if name == "ttft" else self.split
-        largest = max(shares, key=lambda part: abs(shares[part]))
-        cause = PARTS[largest][1] if largest in PARTS else largest
         worst = {label: _worst(found) for label, found in self.loads.items()}
         wrong = [
             f"{label} ({metric.upper()} {100 * error:+.1f} %)"
@@ -438,8 +417,8 @@ class Comparison:
         if abs(off) <= RIGHT_ERROR and not wrong:
             return f"right within {max(1, math.ceil(100 * abs(off)))} %"
         if 0 < len(wrong) < len(worst):
-            return f"right within {100 * RIGHT_ERROR:.0f} %, except {', '.join(wrong)}: {cause}"
-        return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
+            return f"right within {100 * RIGHT_ERROR:.0f} %, except {', '.join(wrong)}"
+        return f"off by {100 * off:+.1f} % ({name.upper()})"
 
 
 def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
@@ -449,21 +428,9 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
     loads: list[float] = []
     kv: list[tuple[float, float]] = []
     preemptions = 0
-    split, split_ttft = dict.fromkeys((*PARTS, REST), 0.0), dict.fromkeys((*PARTS, REST), 0.0)
-    found = Corrections()
     for name in sorted({each.instance for each in log.requests}):
-        engine = engines[name]
         requests = [each for each in log.requests if each.instance == name]
-        run = replay(requests, engine)
-        found = fit_corrections(requests, engine)
-        steps: list[Sequence[LoggedRequest]] = [run.requests]
-        for number in range(1, len(PARTS) + 1):
-            model = found.applied(engine.latency, tuple(PARTS)[:number])
-            steps.append(replay(requests, replace(engine, latency=model)).requests)
-        steps.append(requests)
-        for part, before, after in zip((*PARTS, REST), steps, steps[1:], strict=False):
-            split[part] += sum(a.e2e_s - b.e2e_s for a, b in zip(before, after, strict=True))
-            split_ttft[part] += sum(a.ttft_s - b.ttft_s for a, b in zip(before, after, strict=True))
+        run = replay(requests, engines[name])
         measured += requests
         simulated += run.requests
         loads += run.loads
@@ -478,9 +445,6 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
         log.failed,
         preemptions,
         errors(measured, simulated),
-        {part: seconds / len(measured) for part, seconds in split.items()},
-        {part: seconds / len(measured) for part, seconds in split_ttft.items()},
-        found,
         by_load,
         measured,
         simulated,

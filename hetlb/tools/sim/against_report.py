@@ -13,7 +13,7 @@ from hetlb.tools.sim.against import Comparison
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.tables import Console, table
+from hetlb.tools.tables import document_table, print_report
 from hetlb.tools.workload.measured_logs import Log
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"
@@ -55,9 +55,6 @@ def comparison_document(log: Log, profile: Profile | None, found: Comparison) ->
         "preemptions": found.preemptions,
         "verdict": found.verdict,
         "errors": {name: asdict(error) for name, error in found.errors.items()},
-        "split_e2e_s": found.split,
-        "split_ttft_s": found.split_ttft,
-        "corrections": asdict(found.corrections),
         "loads": {
             label: {name: asdict(error) for name, error in errors.items()}
             for label, errors in found.loads.items()
@@ -76,35 +73,24 @@ def comparison_document(log: Log, profile: Profile | None, found: Comparison) ->
     }
 
 
-def print_comparison(profile: Profile | None, found: Comparison) -> None:
-    """Print tables for people, and the verdict."""
-    console = Console(highlight=False)
-    rows = [
-        (
-            name.upper() if name != "queue" else name,
-            *(f"{seconds:.4g} s" for seconds in (each.measured_s, each.simulated_s)),
-            f"{100 * each.error:+.1f} %",
-            *(f"{100 * share:.1f} %" for share in (each.per_request, each.median, each.p95)),
-        )
-        for name, each in found.errors.items()
+#: Columns of the errors, of a row of the document.
+_COLUMNS = (
+    "={metric}|>measured={measured_s:.4g} s|>simulated={simulated_s:.4g} s|>error={error:+.1%}"
+    "|>per request={per_request:.1%}|>median={median:.1%}|>p95={p95:.1%}"
+)
+
+
+def print_comparison(profile: Profile | None, document: dict[str, Any]) -> None:
+    """Print the verdict, tables for people, and what the profile lacks."""
+    title = f"{document['requests']} requests, {document['preemptions']} preemptions"
+    tables = [
+        document_table(label, _COLUMNS, [{"metric": name.upper()} | each for name, each in errors.items()])
+        for label, errors in ((title, document["errors"]), *document["loads"].items())
     ]
-    columns = ("", ">measured", ">simulated", ">error", ">per request", ">median", ">p95")
-    shown = table(f"{found.requests} requests, {found.preemptions} preemptions", columns, rows)
-    shown.caption = "per request: mean distance over the mean; median and p95 of each request's own"
-    console.print(shown)
-    for title, name, split in (("E2E", "e2e", found.split), ("TTFT", "ttft", found.split_ttft)):
-        mean_s = found.errors[name].measured_s
-        parts = ", ".join(f"{part} {100 * seconds / mean_s:+.1f} %" for part, seconds in split.items())
-        console.print(f"{title} error by part: {parts}")
-    console.print("parts: " + ", ".join(found.corrections.described()))
-    for label, errors in found.loads.items():
-        parts = ", ".join(f"{name.upper()} {100 * each.error:+.1f} %" for name, each in errors.items())
-        console.print(f"{label}: {parts}")
-    for line in profile.lacks if profile is not None else ():
-        console.print(f"the profile lacks {line}")
-    for line in profile.assumed if profile is not None else ():
-        console.print(f"assumed {line}")
-    console.print(found.verdict, style="bold")
+    note = "per request: mean distance over the mean; median and p95 of each request's own"
+    lines = [note, *(f"the profile lacks {each}" for each in document["lacks"])]
+    lines += [f"assumed {each}" for each in (profile.assumed if profile is not None else ())]
+    print_report([document["verdict"]], tables, lines, [])
 
 
 def write_against_plot(path: Path, found: Comparison) -> None:

@@ -43,6 +43,8 @@ def worth_a_try(sights: Sequence[Sight], rate: Callable[[Sight], None], found: S
             fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
         elif not instance.in_flight and each.state == ROOM:
             guessed.append(each)
+    if not guessed:
+        return found
     chosen, most = found, _GUESS_FACTOR * found.score
     for each in guessed:
         rate(each)

@@ -88,8 +88,10 @@ class Evaluation:
         """Return the instance with room and the lowest score, of equals the faster; None if none has room."""
         found: Sight | None = None
         for each in self.sights:
-            if each.state != ROOM or not each.rated or (among is not None and each.index not in among):
+            if each.state != ROOM or (among is not None and each.index not in among):
                 continue
+            if not each.rated and len(self.sights) > 1:
+                continue  # its score is above the lowest
             if found is None or (each.score <= found.score and precedes(each, found)):
                 found = each
         return found
@@ -125,7 +127,8 @@ class Evaluation:
             self._set_loss = set_loss
         every = targets or request.service.background or ctx.adapter_load_s > 0.0
         if not every and full is None and request.sequences <= 1 and not request.preferred:
-            self._rate_best()
+            if len(self.sights) > 1:  # there is nothing to compare the only one with
+                self._rate_best()
             return False
         for each in self.sights:
             if every or each.state == ROOM or each is full or each is holder:
