@@ -12,7 +12,7 @@ import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -28,20 +28,13 @@ from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import InputError
 
 if TYPE_CHECKING:
+    from hetlb.balancer.admin.dashboard.snapshot import Snapshots
     from hetlb.balancer.fleet.service import FleetService
 
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class StatePage(Protocol):
-    """The page of the dashboard, and its stream of events."""
-
-    def file(self, path: str) -> web.Response: ...
-    async def serve(self, request: web.Request) -> web.StreamResponse: ...
-    def close(self) -> None: ...
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
@@ -195,7 +188,7 @@ class AdminApi:
         self.control.driver.counted.recent.sample(self.control.scheduler, self.control.now())
 
     @cached_property
-    def _dashboard(self) -> StatePage:
+    def _dashboard(self) -> Snapshots:
         """The page; imported when one is asked for."""
         from hetlb.balancer.admin.dashboard.snapshot import Snapshots
 

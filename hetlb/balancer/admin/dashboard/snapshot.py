@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from aiohttp import web
@@ -13,14 +13,14 @@ from aiohttp import web
 import hetlb
 from hetlb.balancer.admin.dashboard import balance
 from hetlb.balancer.admin.dashboard.page import EventStream, page_file
-from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.types import Dispatch, Outcome
+from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
 from hetlb.percentiles import weighted_percentile
 
 if TYPE_CHECKING:
+    from hetlb.balancer.admin.admin import AdminApi
     from hetlb.balancer.fleet.service import FleetService
 
 #: Least expected seconds of a part of a latency model that say anything about it.
@@ -37,19 +37,10 @@ def model_factors(counted: InstanceTotals) -> dict[str, float | None]:
     }
 
 
-class StateDocuments(Protocol):
-    """Documents of the admin listener (`admin`)."""
-
-    def fleet(self) -> dict[str, Any]: ...
-    def status(self) -> dict[str, Any]: ...
-    def pools(self) -> dict[str, list[Instance]]: ...
-    def decision(self, dispatch: Dispatch) -> dict[str, Any]: ...
-
-
 class Snapshots:
     """Files of the dashboard, and its events about a service."""
 
-    def __init__(self, source: FleetService, documents: StateDocuments) -> None:
+    def __init__(self, source: FleetService, documents: AdminApi) -> None:
         self._source = source
         self._documents = documents
         self._events = EventStream(lambda: msgspec.json.encode(self.event()))
