@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetlb.tools.loadtest.response_parser import StreamReader, read_plain
+from hetlb.tools.loadtest.generator import StreamReader, read_plain
 from hetlb.tools.openai.answer_events import AnswerError
 from hetlb.tools.workload.records import RequestResult
 

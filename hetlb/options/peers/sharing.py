@@ -12,13 +12,13 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from hetlb.balancer.clients.key_limits import Limiter
+from hetlb.balancer.clients.key_limits import Limiter, Ticket
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
@@ -29,13 +29,76 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.peers import peer_messages
 from hetlb.options.peers.hub import HubTransport
-from hetlb.options.peers.key_use import KeyUse
-from hetlb.options.peers.lease_wire import PeerChange, WireChange, WireKept, parts
+from hetlb.options.peers.lease_wire import PeerChange, WireAdmitted, WireChange, WireKept, WireUsed, parts
 from hetlb.options.peers.operators import OperatorChanges
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import HUB
 from hetlb.options.peers.shared_view import SharedView
 from hetlb.tasks import ended
+
+#: Maximum counted requests in flight of one peer.
+_MOST_TICKETS: Final = 1 << 16
+
+
+class KeyUse:
+    """Use of keys with limits, at this process and its peers; `tell` is called once `take` has news."""
+
+    def __init__(self, limiter: Callable[[str], Limiter | None], tell: Callable[[], object]) -> None:
+        self._limiter = limiter
+        self._tell = tell
+        self._own: dict[int, Ticket] = {}
+        self._number = 0
+        self._unsent: list[PeerChange] = []
+        self._of: dict[str, dict[int, Ticket]] = {}
+
+    # --- of this process ---
+
+    def admitted(self, ticket: Ticket) -> None:
+        self._number += 1
+        ticket.number = self._number
+        self._own[ticket.number] = ticket
+        self._add(WireAdmitted(ticket.number, ticket.limiter.name, ticket.reserved))
+
+    def used(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, last: bool) -> None:
+        if last:
+            self._own.pop(ticket.number, None)
+        self._add(WireUsed(ticket.number, prompt_tokens, output_tokens, last))
+
+    def _add(self, change: PeerChange) -> None:
+        self._unsent.append(change)
+        if len(self._unsent) == 1:
+            self._tell()
+
+    def take(self) -> list[PeerChange]:
+        """Return the changes for peers since the last call."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def live(self) -> list[PeerChange]:
+        """Return the requests in flight, for a new peer."""
+        return [WireAdmitted(number, each.limiter.name, 0, False) for number, each in self._own.items()]
+
+    # --- of peers ---
+
+    def receive(self, peer: str, changes: Sequence[PeerChange], now: float) -> None:
+        tickets = self._of.setdefault(peer, {})
+        for each in changes:
+            if isinstance(each, WireAdmitted):
+                limiter = self._limiter(each.key)
+                if limiter is not None and each.number not in tickets and len(tickets) < _MOST_TICKETS:
+                    tickets[each.number] = limiter.adopt(each.reserved, each.fresh, now)
+            elif isinstance(each, WireUsed) and (ticket := tickets.get(each.number)) is not None:
+                if each.last:
+                    del tickets[each.number]
+                    ticket.ended(each.prompt_tokens, each.output_tokens, now)
+                else:
+                    ticket.used(each.prompt_tokens, each.output_tokens, now)
+
+    def gone(self, peer: str, now: float) -> None:
+        """End the requests of a peer: what it reserved stays reserved."""
+        for ticket in self._of.pop(peer, {}).values():
+            ticket.ended(ticket.reserved, 0, now)
+
 
 logger = logging.getLogger("hetlb.shared")
 
