@@ -85,27 +85,3 @@ def test_a_log_that_was_changed_is_not_passed_over(
     log.write_text("\n".join(lines) + "\n")
     assert main(["simulate", "--event-log", str(log)]) == 1
     assert "other decisions" in capsys.readouterr().out
-
-
-def test_a_decision_of_a_log_is_explained_by_the_number_of_its_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = tmp_path / "events.jsonl"
-    asyncio.run(_serve_some(log, "hetlb"))
-    capsys.readouterr()
-    for wanted in ("17", "hetlb-1033c9de-11"):
-        assert main(["explain", "--event-log", str(log), "--request", wanted, "--json"]) == 0
-        [decision] = json.loads(capsys.readouterr().out)["decisions"]
-        assert decision["request_id"] == 17
-        chosen = next(each for each in decision["candidates"] if each["instance"] == decision["chosen"])
-        assert chosen["eligible"]
-        assert chosen["terms"]["own_s"] > 0.0
-    assert main(["explain", "--event-log", str(log), "--request", "17"]) == 0
-    assert "request 17, " in capsys.readouterr().out
-    for flags, message in (
-        ([], "--event-log: expected --request ID with it"),
-        (["--request", "x"], "--request: expected a number or an x-request-id of hetlb, got 'x'"),
-        (["--request", "151"], "--request: expected one of the requests up to 150 in"),
-    ):
-        assert main(["explain", "--event-log", str(log), *flags]) == 2
-        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`hetlb explain`: the numbers of a decision, on a fleet file, of a running proxy or from an event log."""
+"""`hetlb explain`: the numbers of a decision, on a fleet file or of a running proxy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from hetlb.balancer.admin.decisions import decision_summary
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.baselines import COMBINE_FORMS
@@ -25,13 +24,11 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
+from hetlb.balancer.core.types import Candidate, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, number, print_document, real, whole
-from hetlb.cli.request_files import event_log
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError, visible
-from hetlb.options.event_log.eventlog import Replay
 from hetlb.tools.explained import explained
 from hetlb.tools.tables import Console
 
@@ -40,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     declare(source)("--config", "fleet file: explain a request on it", "FLEET.yaml", Path)
     add_admin_argument(source)
-    log = "a recorded event log: the decisions about --request"
-    declare(source)("--event-log", log, "FILE", Path)
     add = declare(parser)
-    add("--request", "one request of a running proxy or a log: number or x-request-id", "ID")
+    add("--request", "one request of a running proxy: number or x-request-id", "ID")
     add("--last", "decisions of a running proxy, up to 1000 (default 10)", "N", whole(1, 1000))
     add("--policy", "scheduling policy (default: the file's)", "NAME", choices=POLICIES)
     add("--model", "model of the file (default: its first)")
@@ -59,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.event_log is not None:
-        return _explain_log(args.event_log, args)
     if args.config is None:
         if args.admin is None and args.last is None and args.request is None:
             raise InputError("expected --config FLEET.yaml, or --admin URL and --last N for a running proxy")
@@ -154,42 +147,6 @@ def _explain_running(last: int, args: argparse.Namespace) -> int:
     query = f"last={last}" if args.request is None else f"request_id={quote(args.request, safe='')}"
     client = AdminClient(args.admin)
     return _show(client.document(f"/v1/decisions?{query}", "decisions", "clock_s"), args)
-
-
-def _explain_log(path: Path, args: argparse.Namespace) -> int:
-    """Replay an event log and show the decisions about one request."""
-    if args.request is None:
-        raise InputError("--event-log: expected --request ID with it")
-    request_id, now, newest = _number(args.request), 0.0, 0
-    found: list[tuple[Dispatch, list[dict[str, Any]]]] = []
-    with event_log(path) as lines:
-        for step in Replay(lines, OPTIONS.splitting):
-            now = step.raw["t"]
-            for command in step.commands:
-                if isinstance(command, Dispatch):
-                    newest = max(newest, command.request_id)
-                    if command.request_id == request_id and command.reason != HAND_OVER:
-                        found.append((command, [each.document() for each in command.candidates]))
-    if not found:
-        raise InputError(
-            f"--request: expected one of the requests up to {newest} in {path}, got {args.request}"
-        )
-    documents = [
-        {**decision_summary(dispatch, lambda lease: lease.output_tokens), "candidates": candidates}
-        for dispatch, candidates in found
-    ]
-    return _show({"decisions": documents, "clock_s": now}, args)
-
-
-def _number(request: str) -> int:
-    """Parse a request number, or the hexadecimal one at the end of an `x-request-id` made by hetlb."""
-    head, dash, tail = request.rpartition("-")
-    try:
-        return int(tail, 16) if head and dash else int(request)
-    except ValueError:
-        raise InputError(
-            f"--request: expected a number or an x-request-id of hetlb, got {request!r}"
-        ) from None
 
 
 def _show(document: dict[str, Any], args: argparse.Namespace) -> int:

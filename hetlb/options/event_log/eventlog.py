@@ -319,7 +319,6 @@ class Replayed(PickleByFields):
     """One fact of a log: its line number, the decision then and the decision now."""
 
     line: int
-    raw: dict[str, Any]
     recorded: list[Any]
     commands: list[Command]
 
@@ -383,7 +382,7 @@ class Replay:
                     self._leases[command.lease.id] = command.lease
                     if command.lease.decode is not None:
                         self._leases[command.lease.decode.id] = command.lease.decode
-            yield Replayed(number, raw, recorded, commands)
+            yield Replayed(number, recorded, commands)
 
     def _feed(self, raw: dict[str, Any]) -> list[Command]:
         """Feed one fact."""
