@@ -88,8 +88,8 @@ class Turns:
 class Share:
     """Share that one coroutine has of the event loop: `TURN_S` at a time."""
 
-    def __init__(self, queue: Turns | None = None) -> None:
-        self._turns = queue or turns()
+    def __init__(self) -> None:
+        self._turns = turns()
         self._end = self._turns.begin()
 
     async def spent(self) -> None:

@@ -84,7 +84,6 @@ class Driver(Host):
         loop: asyncio.AbstractEventLoop,
         access: Mapping[str, EngineAccess],
         options: Options,
-        first_id: RequestId = 1,
     ) -> None:
         super().__init__(loop)
         self.options = options
@@ -103,7 +102,7 @@ class Driver(Host):
         self.on_ended: Callable[[list[RequestRecord]], None] | None = None
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
-        self._next_id = first_id
+        self._next_id: RequestId = 1
         #: Turns for answers that are taken elsewhere.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)

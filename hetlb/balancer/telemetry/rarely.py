@@ -9,18 +9,20 @@ from typing import Any
 
 from hetlb.balancer.telemetry.events import Event, tell
 
+#: Seconds from one line to the next.
+_EVERY_S = 10.0
+
 
 class Rarely:
-    """Log of events that a stranger can cause at will: one line in `every_s`, with the number left out."""
+    """Log of events that a stranger can cause at will: one line in ten seconds, with the number left out."""
 
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._told_at = -math.inf
         self._left_out = 0
 
     def tell(self, logger: logging.Logger, event: Event, message: str, *args: object, **fields: Any) -> None:
         now = time.monotonic()
-        if now - self._told_at < self._every_s:
+        if now - self._told_at < _EVERY_S:
             self._left_out += 1
             return
         if self._left_out:

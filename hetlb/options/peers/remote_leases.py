@@ -16,10 +16,10 @@ _FIRST: Final = -(1 << 40)
 class RemoteLeases:
     """Leases of other processes by process and number; `arrived`: they are demand here too."""
 
-    def __init__(self, scheduler: Scheduler, *, arrived: bool, first_id: int = _FIRST) -> None:
+    def __init__(self, scheduler: Scheduler, *, arrived: bool) -> None:
         self._scheduler = scheduler
         self._arrived = arrived
-        self._next_request = first_id
+        self._next_request = _FIRST
         self.of: dict[str, dict[LeaseId, Lease]] = {}
 
     def __len__(self) -> int:

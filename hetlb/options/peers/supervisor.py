@@ -316,8 +316,8 @@ class Supervisor:
 
         return worker()
 
-    def _send(self, child: _Child, *packet: Any, fds: tuple[int, ...] = ()) -> bool:
-        return child.control is not None and child.control.send(*packet, fds=fds)
+    def _send(self, child: _Child, *packet: Any) -> bool:
+        return child.control is not None and child.control.send(*packet)
 
     def _hear(self, child: _Child) -> None:
         control = child.control

@@ -147,9 +147,9 @@ class LinearProgram:
         sums: Sequence[float],
         squares: Sequence[float],
     ) -> LinearProgram:
-        """Return a quadratic program at once: columns from 0 to `uppers`, each row's sum, and `squares`:
+        """Return a quadratic program at once: columns from 0 to `uppers`, each row's sum, and `squares`.
 
-        the weight of each column, as `subtract_square` takes it.
+        weight / 2 times the square of each column is subtracted from the objective.
         """
         program, lp = cls(), highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(uppers), len(rows)
@@ -189,10 +189,6 @@ class LinearProgram:
         held = [(column, coefficient) for column, coefficient in entries if coefficient]
         self._highs.addRow(lower, upper, len(held), [c for c, _ in held], [float(v) for _, v in held])
         return int(self._highs.getNumRow()) - 1
-
-    def subtract_square(self, column: int, weight: float) -> None:
-        """Subtract weight / 2 times the square of a column from the objective."""
-        self._squares[column] = weight
 
     def set_cost(self, column: int, cost: float) -> None:
         """Change one coefficient of the objective, also between solves."""
