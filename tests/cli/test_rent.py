@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -16,7 +15,7 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
 from hetlb.tools.plan.highs import Interrupt
-from hetlb.tools.plan.market import MarketFile, load_market
+from hetlb.tools.plan.market import load_market
 
 MARKETS = Path(__file__).parents[2] / "configs" / "markets"
 TOY = str(MARKETS / "toy.yaml")
@@ -180,22 +179,6 @@ def test_the_plan_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", sorted(MARKETS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_market_loads(path: Path) -> None:
     assert load_market(path).offers
-
-
-def keys_of(kind: type) -> set[str]:
-    """Names of all keys of a table and of the tables in it."""
-    found = set()
-    for field in msgspec.structs.fields(kind):
-        found.add(field.name)
-        for part in (field.type, *getattr(field.type, "__args__", ())):
-            if isinstance(part, type) and issubclass(part, msgspec.Struct):
-                found |= keys_of(part)
-    return found
-
-
-@pytest.mark.parametrize("key", sorted(keys_of(MarketFile) - {"version"}))
-def test_every_key_of_a_market_is_described(key: str) -> None:
-    assert key in (MARKETS.parents[1] / "docs" / "renting.md").read_text()
 
 
 def test_ctrl_c_asks_the_solver_to_stop_and_a_second_one_ends() -> None:
