@@ -25,15 +25,13 @@ from hetlb.tools.plan.trace_throughput import Rows
 from hetlb.tools.sim.alone import batch_of
 from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import RequestResult, summarize, tokens_within
+from hetlb.tools.workload.records import RequestResult, summarize, tokens_within, while_full
 
 #: Length of a run at a rate in simulated seconds, and bounds of its requests.
 _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
-#: Requests of a run at once for every sequence that the fleet runs together, the most that are simulated, and
-#: the part of the completions that counts: later than filling, earlier than emptying.
+#: Requests of a run at once for every sequence that the fleet runs together, and the most of them.
 _SEQUENCE_REQUESTS, _MOST_AT_ONCE = 4, 12_000
-_FROM_SHARE, _TO_SHARE = 0.25, 0.80
 #: Least throughput of a layout that takes another one's place, over that one's.
 _LEAST_GAIN = 1.01
 #: The most simulated layouts of a machine, and instances of a fleet.
@@ -181,10 +179,7 @@ class LayoutFleet:
 
 def _tokens_per_s_while_full(records: Sequence[RequestResult]) -> float:
     """Return the prompt and output tokens/s while the fleet is neither filling nor emptying."""
-    ended = sorted(record.last_token_s for record in records if record.last_token_s is not None)
-    if not ended:
-        return 0.0
-    from_s, to_s = ended[int(_FROM_SHARE * len(ended))], ended[int(_TO_SHARE * len(ended))]
+    from_s, to_s = while_full(records)
     tokens = math.fsum(tokens_within(record, from_s, to_s) for record in records if record.ok)
     return tokens / (to_s - from_s) if to_s > from_s else 0.0
 

@@ -1,7 +1,7 @@
 """A rented fleet under the production scheduler, in virtual time: the real rate of a plan.
 
 All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
-proportions. The rate counts tokens while the fleet is neither filling nor emptying, in requests:
+proportions. The rate counts tokens while all servers are full, in requests:
 batches of alike answers that began together end together, so that completions come in waves.
 Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
@@ -26,14 +26,12 @@ from hetlb.tools.plan.throughput import interleave, with_bubbles
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import RequestResult, tokens_within
+from hetlb.tools.workload.records import RequestResult, tokens_within, while_full
 
 #: Length of a run, in stays of a request in the instance that turns its batch over most slowly; bounds
 #: of its requests.
 _RUN_STAYS = 10
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
-#: The part of the completions that counts: later than filling, earlier than emptying.
-_FROM_SHARE, _TO_SHARE = 0.25, 0.80
 #: With arrivals: completions count after this share of their time.
 _ARRIVED_SHARE = 0.4
 #: Least share of a simulated type.
@@ -174,7 +172,7 @@ def simulate_plan(
         ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
         from_s, to_s = _ARRIVED_SHARE * planned[-1].scheduled_s, planned[-1].scheduled_s
         if math.isinf(load):
-            from_s, to_s = ended[int(_FROM_SHARE * len(ended))], ended[int(_TO_SHARE * len(ended))]
+            from_s, to_s = while_full(found)
         served = math.fsum(
             tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
             for record in found

@@ -232,6 +232,20 @@ def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> floa
     return ends[math.ceil(0.99 * len(ends)) - 1] - start_s if ends else None
 
 
+def while_full(records: Iterable[RequestResult]) -> tuple[float, float]:
+    """Return the times between which all servers are full, of a run whose requests all wait at the start.
+
+    Until a server gets its last request all of them have been given one for each that ended. Batches that
+    began together have mixed by `STEADY_FROM_SHARE` of that time.
+    """
+    last: dict[str, float] = {}
+    for record in records:
+        if record.ok:
+            last[record.instance] = max(last.get(record.instance, 0.0), _begun_s(record))
+    to_s = min(last.values(), default=0.0)
+    return STEADY_FROM_SHARE * to_s, to_s
+
+
 def _class_figures(
     records: Sequence[RequestResult], classes: Mapping[str, ServiceClass], per_second: float
 ) -> dict[str, Any]:
