@@ -59,9 +59,15 @@ def test_one_report_is_none_and_a_few_more_are_of_another_moment() -> None:
     (a,) = scheduler.instances
     scheduler.on_scrape("a", EngineSample(30, 0, 0.2), 0.0)
     assert a.foreign == 0
-    scheduler.on_scrape("a", EngineSample(2, 0, 0.2), 0.5)
-    scheduler.on_scrape("a", EngineSample(2, 0, 0.2), 1.0)
+    scheduler.on_arrival(request(1), 0.5)
+    for at in (0.6, 1.0):
+        scheduler.on_scrape("a", EngineSample(3, 0, 0.2), at)
     assert a.foreign == 0
+
+
+def test_a_single_request_of_others_counts_beside_none_of_its_own() -> None:
+    scheduler = crowded(1)
+    assert scheduler.instances[0].foreign == 1
 
 
 def test_steps_beside_others_are_no_slow_ones() -> None:

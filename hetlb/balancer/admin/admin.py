@@ -70,6 +70,7 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
         "wake_s": instance.sleep.wake_s,
         "restraint": instance.evidence.less(instance.max_num_seqs, now),
         "in_flight": instance.in_flight,
+        "foreign": instance.foreign,
         # The queue is shared: nothing waits here bound to an instance.
         "queued": 0,
         "workload": instance.work_s,

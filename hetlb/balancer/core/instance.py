@@ -184,8 +184,9 @@ class Instance(InstanceLedger):
         self.sample_at, self.pageless = now, False
         self.evidence.silence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
-        if more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
+        if self.sequences and more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
             more = 0  # the two counts are of different moments
+        more = max(0, more)
         foreign, self._foreign_seen = min(more, self._foreign_seen), more
         if foreign != self.foreign:
             self._elapsed(now)

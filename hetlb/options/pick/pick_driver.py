@@ -17,19 +17,13 @@ from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.candidates import PASSED_OVER
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
-    EngineSample,
-    InstanceChange,
-    InstanceRemoved,
     Lease,
     Outcome,
-    Probed,
-    ProbeResult,
     Reject,
     RejectReason,
     RequestId,
 )
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
@@ -37,7 +31,6 @@ from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.options.pick.foreign import ForeignLoad
 
 #: Instances of a large fleet considered as fallbacks for the gateway's retries.
 _FALLBACK_CANDIDATES: Final = 32
@@ -47,29 +40,6 @@ _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
     Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
 }
-
-
-class PickScheduler(SchedulerDriver):
-    """The scheduler of a picker: engines also have foreign requests, and Envoy moves none."""
-
-    def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
-        super().__init__(scheduler, carrier, by_counters=True)  # Envoy may show nothing of an answer
-        self.moves_busy = False
-        #: Foreign requests at the engines.
-        self.foreign = ForeignLoad(scheduler)
-
-    def sample(self, name: str, sample: EngineSample) -> None:
-        super().sample(name, sample)
-        self.carry_out(self.foreign.look(name, sample, self.carrier.now()))
-
-    def change(self, change: InstanceChange) -> None:
-        super().change(change)
-        now = self.carrier.now()
-        if isinstance(change, InstanceRemoved):
-            for name in (change.name, *change.more):
-                self.carry_out(self.foreign.gone(name, now))
-        elif isinstance(change, Probed) and change.result is ProbeResult.REFUSED:
-            self.carry_out(self.foreign.gone(change.name, now))
 
 
 class PickDriver(Driver):
@@ -86,8 +56,9 @@ class PickDriver(Driver):
     ) -> None:
         super().__init__(table, token_estimator, loop, access, options)
         self.scheduler = scheduler
-        self.picking = PickScheduler(scheduler, self)
-        self.scheduling = self.picking
+        # Envoy may show nothing of an answer, and moves none.
+        self.picking = self.scheduling = SchedulerDriver(scheduler, self, by_counters=True)
+        self.picking.moves_busy = False
         self.resumes = False  # the answers are Envoy's
         #: Streams of open requests, by request.
         self.streams: dict[RequestId, Upstream] = {}

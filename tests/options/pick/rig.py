@@ -208,6 +208,13 @@ class Reply:
         return msgspec.json.decode(self.body)
 
 
+class PatientPickService(PickService):
+    """A picker whose first look at its fleet ends when it has seen all of it, on a busy machine too."""
+
+    async def _first_look(self, most_s: float = HANG_S) -> None:
+        await super()._first_look(most_s)
+
+
 class Rig:
     """Engines, a picker, an Envoy, and a client of it."""
 
@@ -241,7 +248,7 @@ class Rig:
     async def start_picker(self, event_log: Path | None = None, **tables: Any) -> PickService:
         path = self.folder / "fleet.yaml"
         path.write_text(yaml.safe_dump(self.fleet(**tables)))
-        self.picker = PickService(load_fleet(path), OPTIONS, event_log)
+        self.picker = PatientPickService(load_fleet(path), OPTIONS, event_log)
         if self.picker.fleet.file.shared is not None:
             share(self.picker)
         await self.picker.start()
@@ -263,7 +270,7 @@ class Rig:
         driver, scheduler = self.picker.driver, self.picker.scheduler
         await turns_until(lambda: not driver.exchanges and not driver.streams)
         check_scheduler(scheduler)
-        assert scheduler.in_flight == len(driver.picking.foreign)
+        assert scheduler.in_flight == 0
         assert len(scheduler.queue) == 0
 
     @property

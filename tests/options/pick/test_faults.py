@@ -293,14 +293,13 @@ async def test_without_a_picker_envoy_goes_on_by_itself_and_one_that_is_back_lea
         assert min(engine.running for engine in made.engines) >= 1
         await made.start_picker(policy={"name": "hetlb"})
         running = [engine.running for engine in made.engines]
-        await turns_until(lambda: [i.in_flight for i in made.picker.scheduler.instances] == running)
+        await turns_until(lambda: [i.foreign for i in made.picker.scheduler.instances] == running)
         for engine in made.engines:
             engine.released.set()
         replies = await asyncio.gather(*sent)
         assert {reply.status for reply in replies} == {200}
         assert not any("x-hetlb-instance" in reply.headers for reply in replies)
-        await turns_until(lambda: not len(made.picker.driver.picking.foreign))
-
+        await turns_until(lambda: not any(i.foreign for i in made.picker.scheduler.instances))
         await turns_until_picked(made)
 
 
@@ -429,9 +428,10 @@ class PickerProcess:
             return await reply.read()
 
     async def in_flight(self) -> int:
-        """Requests at the instances, by its books."""
+        """Requests at the instances as it knows them, its own and others'."""
         fleet = msgspec.json.decode(await self._figures("/v1/fleet"))
-        return sum(each["in_flight"] for model in fleet["models"] for each in model["instances"])
+        found = [each for model in fleet["models"] for each in model["instances"]]
+        return sum(each["in_flight"] + each["foreign"] for each in found)
 
     async def at_rest(self) -> None:
         """Wait until its figures are zero, then check that every request had one outcome."""
@@ -479,7 +479,7 @@ async def test_a_picker_that_shuts_down_lets_what_is_open_end(tmp_path: Path) ->
         sent = [asyncio.create_task(made.ask(stream=True)) for _ in range(BESIDE)]
         await turns_until(lambda: sum(engine.running for engine in made.engines) == BESIDE)
         stopping = asyncio.create_task(made.picker.stop(HANG_S))
-        await turns_until(lambda: made.picker.stopping)
+        await turns_until(lambda: made.picker.availability.stopping)
         for engine in made.engines:
             engine.released.set()
         replies = await asyncio.gather(*sent)
