@@ -14,7 +14,7 @@ from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.rate import RecentRate
-from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject
 from hetlb.balancer.telemetry.counters import Totals
 
 #: Seconds between looks at the deadlines of requests.
@@ -114,23 +114,17 @@ class Carrier(ABC):
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
         """Reject a request; `retry_after_s` is None if another try is useless."""
 
-    def pass_on(self, request_id: RequestId) -> None:
-        """Pass a busy engine's answer on to the client, unless something holds it."""
-
+    @abstractmethod
     def may_turn_away(self, lease: Lease) -> bool:
         """Return True if a lease without any answer bytes can be taken from its engine."""
-        return False
-
-    def features(self, lease: Lease) -> tuple[str, ...]:
-        """Return the features of the request of a lease (`request_features.py`)."""
-        return ()
-
-    def turned_away(self, lease: Lease, outcome: Outcome) -> None:
-        """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
 
     @abstractmethod
-    def tokens_so_far(self, lease: Lease) -> int:
-        """Return the output tokens of a lease: all of them, or the tokens until now."""
+    def features(self, lease: Lease) -> tuple[str, ...]:
+        """Return the features of the request of a lease (`request_features.py`)."""
+
+    @abstractmethod
+    def turned_away(self, lease: Lease, outcome: Outcome) -> None:
+        """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
 
     @abstractmethod
     def tokens_at(self) -> dict[str, float]:
@@ -147,12 +141,6 @@ class Carrier(ABC):
     @abstractmethod
     def sampled(self) -> None:
         """Note that the metrics of an engine were read."""
-
-    def view_changed(self) -> None:
-        """Note that answers about the fleet (`/health`, `/v1/models`) may differ from now on."""
-
-    def ticked(self) -> None:
-        """Note that the scheduler was called because it was time."""
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)

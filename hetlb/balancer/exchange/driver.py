@@ -231,6 +231,7 @@ class Driver(Host):
         return found
 
     def tokens_so_far(self, lease: Lease) -> int:
+        """Return the output tokens of a lease: all of them, or the tokens until now."""
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
         if exchange is None or exchange.record.lease is not lease:  # it is tried again with another one
             return lease.output_tokens

@@ -210,8 +210,6 @@ class SchedulerDriver:
         if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):
             self.decisions = newest(self.decisions, len(self.scheduler.instances))
             carrier.instances_changed()
-        if commands or not isinstance(change, Probed):
-            carrier.view_changed()
         self.carry_out(commands)
 
     def sample(self, name: str, sample: EngineSample) -> None:
@@ -223,13 +221,9 @@ class SchedulerDriver:
             event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
             text = "%s sleeps: it gets no requests" if instance.asleep else "%s woke up"
             tell(logger, event, text, name, instance=name)
-            self.carrier.view_changed()
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        known = self.fleet.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
-        if self.fleet.block_tokens != known:
-            self.carrier.view_changed()
 
     def set_policy(self, name: str) -> None:
         self.carry_out(self.scheduler.set_policy(name, self.carrier.now()))
@@ -252,10 +246,8 @@ class SchedulerDriver:
                 carrier.reject(command, again_s)
             elif isinstance(command, HealthChanged):
                 _log_health(command, carrier.counted)
-                carrier.view_changed()
-            else:
+            else:  # the engine's answer goes on to the client by itself
                 assert isinstance(command, PassOn), f"expected a command, got {command!r}"
-                carrier.pass_on(command.request_id)
         self.tick_later()
 
     def tick_later(self) -> None:
@@ -268,7 +260,6 @@ class SchedulerDriver:
             self.carry_out(self.scheduler.on_tick(self.carrier.now()))
         finally:
             self.tick_later()
-        self.carrier.ticked()
 
     def sweep(self, now: float) -> None:
         """Do what is due, about twice a second."""

@@ -34,7 +34,6 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import AdminStateSet, ModelsPromised
 from hetlb.balancer.engines.scrape import EngineWatch
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
@@ -101,7 +100,7 @@ class WorkerState:
 class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
-    driver: Carrier
+    driver: Driver
     #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None where it is alone.
     sharing: SharedFleet | None = None
     #: Folder of the hub of that exchange, where this process and others made one for themselves.
@@ -380,7 +379,6 @@ class FleetService(ABC):
 class Service(FleetService):
     """A process that serves a fleet alone."""
 
-    driver: Driver
     _front: Front
 
     def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.exchange.driver import Driver
 from hetlb.options.peers.hub import HubTransport
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import shared_url
@@ -42,7 +41,6 @@ def share_over(service: FleetService, table: SharedTable, transport: PeerTranspo
     sharing.share_changes(service.make, knows)
     service.sharing, scheduling.view = sharing, sharing.view
     scheduling.limiters.journal = sharing.share_keys(scheduling.limiters.of)
-    if isinstance(service.driver, Driver):
-        sharing.share_kept(service.driver.kept)
+    sharing.share_kept(service.driver.kept)
     service.roster.on_edited = sharing.instances_changed
     return sharing
