@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator
@@ -17,10 +18,13 @@ from hetlb.inputs.urls import check_base
 #: Default address of `hetlb serve`'s admin listener.
 DEFAULT_URL = "http://127.0.0.1:8081"
 TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
+#: Seconds without data, and in all, that an answer may take.
 TIMEOUT_S = 10.0
 #: Seconds without data after which the event stream, which sends once a second, is dead.
 SILENCE_S = 5.0
 _MOST_EVENT_BYTES = 16 << 20
+_MOST_ANSWER_BYTES = 64 << 20
+_READ_BYTES = 64 << 10
 _MOST_ERROR_BYTES = 64 << 10
 
 
@@ -63,7 +67,7 @@ class AdminClient:
     def _asked(self, request: urllib.request.Request, keys: Collection[str] = ()) -> dict[str, Any]:
         with self._open(request, TIMEOUT_S) as reply:
             try:
-                body = reply.read()
+                body = _whole(reply)
             except (OSError, ValueError, http.client.HTTPException) as error:
                 raise self._no_answer(error) from error
         try:
@@ -124,6 +128,20 @@ class AdminClient:
 
     def _no_proxy(self, why: object) -> str:
         return f"--admin: expected the admin address of a running proxy, got {self.url!r}: {why}"
+
+
+def _whole(reply: http.client.HTTPResponse) -> bytes:
+    """Return the body of a response. Raises `OSError` if it is too large or takes too long."""
+    body, until = bytearray(), time.monotonic() + TIMEOUT_S
+    while piece := reply.read1(_READ_BYTES):
+        body += piece
+        if len(body) > _MOST_ANSWER_BYTES:
+            raise OSError(f"its answer is larger than {_MOST_ANSWER_BYTES >> 20} MiB")
+        if time.monotonic() > until:
+            raise TimeoutError("timed out")
+    if reply.length:
+        raise http.client.IncompleteRead(bytes(body), reply.length)
+    return bytes(body)
 
 
 def _refusal(error: urllib.error.HTTPError) -> str | None:
