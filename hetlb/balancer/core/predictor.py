@@ -224,7 +224,7 @@ TENANT_WEIGHT: Final = 8.0
 #: Least answers with a known spread.
 _SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
-MOST_TENANTS: Final = 4096
+MOST_TENANTS: Final = 1024
 
 
 class OnlinePredictor(Predictor):
