@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     counts = (
         f"{completed:,} answer{'s'[: completed != 1]}, {journal.failed:,} error{'s'[: journal.failed != 1]}"
     )
-    words = f"{args.results}: {counts}; {before:,} of them before this run"
+    words = f"{args.results}: {counts}"
+    words += f"; {before:,} of them before this run" if before else ""
+    words += f"; the first error: {journal.first_error}" if journal.first_error else ""
     print_document(args, document | {"duration": time.monotonic() - began_s}, lambda: print(visible(words)))
     return int(journal.failed > 0)
 

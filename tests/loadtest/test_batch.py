@@ -192,6 +192,24 @@ async def test_errors_stand_at_their_lines_and_only_some_are_asked_again(tmp_pat
         assert results(out)["r1"]["response"]["status_code"] == 400
 
 
+async def test_the_first_error_is_printed(tmp_path: Path) -> None:
+    source, out = batch(tmp_path, 2)
+
+    async def answer(call: int, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no such\nmodel"}}, status=404)
+
+    async with serving(answer) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "hetlb", "batch", str(source), str(out), "--url", server.url),
+            *("--concurrency", "1"),
+            stdout=subprocess.PIPE,
+        )
+        said, _ = await asyncio.wait_for(process.communicate(), HANG_S)
+    assert process.returncode == 1
+    (line,) = said.decode().splitlines()
+    assert line.startswith(f"{out}: 0 answers, 2 errors; the first error: r0: status 404: no such")
+
+
 @pytest.mark.parametrize(
     ("status", "body", "headers"),
     [

@@ -63,13 +63,21 @@ def read_jobs(path: Path) -> list[BatchJob]:
     return list(jobs.values())
 
 
+#: Most characters of an error that the command prints.
+_SHOWN_CHARACTERS = 200
+
+
 class BatchJournal:
-    """Results of a run. `ended`: the `custom_id`s that have one; `failed`: how many of these are errors."""
+    """Results of a run. `ended`: the `custom_id`s that have one; `failed`: how many of these are errors.
+
+    `first_error` is the first one of this run, with its request.
+    """
 
     def __init__(self, path: Path, known: Collection[str]) -> None:
         self._path = path
         self.ended: set[str] = set()
         self.failed = 0
+        self.first_error = ""
         self._file = self._opened()
         try:
             data = content(path, max_input_bytes())
@@ -128,15 +136,18 @@ class BatchJournal:
             "request_id": request_id,
             "body": raw if document is None else msgspec.Raw(body),
         }
-        self._write(job, {"response": response, "error": None}, failed=not good)
+        error = "" if good else f"status {status}: {_message(document) or raw}"
+        self._write(job, {"response": response, "error": None}, error)
         return good
 
     def broken(self, job: BatchJob, code: str, message: str) -> bool:
         """Write that a request got no answer; False."""
-        self._write(job, {"response": None, "error": {"code": code, "message": message}}, failed=True)
+        self._write(
+            job, {"response": None, "error": {"code": code, "message": message}}, f"{code}: {message}"
+        )
         return False
 
-    def _write(self, job: BatchJob, ending: dict[str, Any], *, failed: bool) -> None:
+    def _write(self, job: BatchJob, ending: dict[str, Any], error: str) -> None:
         result = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": job.custom_id, **ending}
         data = msgspec.json.encode(result) + b"\n"
         try:
@@ -145,11 +156,20 @@ class BatchJournal:
         except OSError as problem:
             raise HetlbError(f"{self._path}: a result could not be written: {problem.strerror}") from problem
         self.ended.add(job.custom_id)
-        self.failed += failed
+        if error:
+            self.failed += 1
+            self.first_error = self.first_error or f"{job.custom_id}: {error[:_SHOWN_CHARACTERS]}"
 
     def close(self) -> None:
         """Let go of the file."""
         os.close(self._file)
+
+
+def _message(document: Any) -> str:
+    """Return the message of an error in OpenAI's form, "" for another document."""
+    error = document.get("error") if isinstance(document, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else ""
 
 
 def is_final(status: int) -> bool:
