@@ -18,7 +18,7 @@
 #   make release-check  the wheels, each installed in an empty environment with an empty HOME: demo, serve, bench, doctor
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make reference  docs/reference, the manual page and tests/sentences.txt, from the code
-#   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
+#   make pictures  docs/pictures: dashboard and top under load (Chromium), boards (Prometheus), diagrams, requests in flight (13 minutes)
 #   make boards     configs/grafana: the dashboards of Grafana, from the table of configs/site/boards.py
 #   make schemas    the JSON schemas of configs/schemas and of the Helm chart's values, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
@@ -154,6 +154,7 @@ docs: .venv/.dev
 
 pictures: .venv/.dev
 	PYTHONPATH=tests:. $(BIN)/python tests/dashboard/pictures.py docs/pictures
+	PYTHONPATH=tests:. $(BIN)/python tests/dashboard/boards.py docs/pictures
 	$(BIN)/python configs/site/diagrams.py docs/pictures
 	$(BIN)/python bench/in_flight.py
 
