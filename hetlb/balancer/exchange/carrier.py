@@ -12,9 +12,7 @@ from abc import ABC, abstractmethod
 from time import perf_counter
 from typing import Final
 
-from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.rate import RecentRate
-from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject
 from hetlb.balancer.telemetry.counters import Totals
 
 #: Seconds between looks at the deadlines of requests.
@@ -107,40 +105,12 @@ class Carrier(ABC):
         self._sweep_due = perf_counter() + SWEEP_S
 
     @abstractmethod
-    def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
-        """Send a request to its instance; its decode leg, if it is split, goes to `decode`."""
-
-    @abstractmethod
-    def reject(self, command: Reject, retry_after_s: float | None) -> None:
-        """Reject a request; `retry_after_s` is None if another try is useless."""
-
-    @abstractmethod
-    def may_turn_away(self, lease: Lease) -> bool:
-        """Return True if a lease without any answer bytes can be taken from its engine."""
-
-    @abstractmethod
-    def features(self, lease: Lease) -> tuple[str, ...]:
-        """Return the features of the request of a lease (`request_features.py`)."""
-
-    @abstractmethod
-    def turned_away(self, lease: Lease, outcome: Outcome) -> None:
-        """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
-
-    @abstractmethod
     def tokens_at(self) -> dict[str, float]:
         """Return the time of the newest part of a stream, by instance with streams."""
 
     def emits(self, name: str) -> bool:
         """Return True if part of an answer came from an instance lately."""
         return self.now() - self.tokens_at().get(name, -math.inf) < EMITS_S
-
-    @abstractmethod
-    def instances_changed(self) -> None:
-        """Note that an instance was added or removed, or has another administrative state."""
-
-    @abstractmethod
-    def sampled(self) -> None:
-        """Note that the metrics of an engine were read."""
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)

@@ -21,8 +21,9 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
+from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
+from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
 from hetlb.balancer.exchange.kept_places import KeptPlaces
@@ -72,7 +73,7 @@ class Handshake(Maker):
         """Return the head with the engine's name of the model, in place of an alias."""
 
 
-class Driver(Host):
+class Driver(Carrier):
     """Exchanges, connections to engines and counters of one process. `drive` gives it a scheduler."""
 
     scheduling: SchedulerDriver
@@ -154,6 +155,7 @@ class Driver(Host):
         return scheduling.drain_rate.retry_after_s(scheduling.fleet.waiting, now)
 
     def finished(self, exchange: Exchange) -> None:
+        """Count an exchange that has its outcome, and give its lease back."""
         record = exchange.record
         request_id, outcome, ended_at = record.request.id, record.outcome, record.ended_at
         del self.exchanges[request_id]
@@ -190,6 +192,7 @@ class Driver(Host):
         self._told_if_idle()
 
     def abandon(self, request_id: RequestId) -> None:
+        """Give back all bookings of a request at the scheduler."""
         self.scheduling.abandon(request_id, self.now())
 
     def _told_if_idle(self) -> None:
@@ -221,6 +224,7 @@ class Driver(Host):
         return self.counted
 
     def tokens_at(self) -> dict[str, float]:
+        """Return the time of the newest part of a stream, by instance with streams."""
         found: dict[str, float] = {}
         for exchange in self.exchanges.values():
             lease = exchange.record.lease
@@ -240,6 +244,7 @@ class Driver(Host):
     # --- commands ---
 
     def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
+        """Send a request to its instance; its decode leg, if it is split, goes to `decode`."""
         lease = command.lease
         exchange = self.exchanges[command.request_id]
         command.label = exchange.record.label
@@ -256,6 +261,7 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
+        """Reject a request; `retry_after_s` is None if another try is useless."""
         exchange, answer = self.exchanges[command.request_id], error_responses.REJECTIONS[command.reason]
         try:
             detail = command.detail
@@ -266,10 +272,12 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def features(self, lease: Lease) -> tuple[str, ...]:
+        """Return the features of the request of a lease (`request_features.py`)."""
         exchange = self.exchanges.get(lease.request.id)
         return () if exchange is None else exchange.outgoing.features
 
     def may_turn_away(self, lease: Lease) -> bool:
+        """Return True if a lease without any answer bytes can be taken from its engine."""
         exchange = self.exchanges.get(lease.request.id)
         return (
             exchange is not None
@@ -280,6 +288,7 @@ class Driver(Host):
         )
 
     def turned_away(self, lease: Lease, outcome: Outcome) -> None:
+        """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
         self.counted.tried_again(lease.instance, outcome)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
 
@@ -310,12 +319,14 @@ class Driver(Host):
             self.splits = self.options.splits(self, scheduler, self.scheduling.carry_out)
 
     def sampled(self) -> None:
+        """Note that the metrics of an engine were read."""
         if self.splits is not None:
             self.splits.judged()
 
     # --- time ---
 
     def swept(self, lag_s: float) -> None:
+        """Sweep, twice a second; this time `lag_s` late."""
         self.settle()
         now, table = self.now(), self.table
         if lag_s <= GAP_S:

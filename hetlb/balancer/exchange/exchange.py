@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.state_transition import Transition
-from hetlb.balancer.core.types import Lease, Outcome, RejectReason, Request, RequestId
+from hetlb.balancer.core.types import Lease, Outcome, RejectReason, Request
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
 from hetlb.balancer.exchange.attempt import WAITING, Attempt
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange_states import Phase
@@ -29,7 +28,7 @@ from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
-    from hetlb.balancer.exchange.guard import Guard
+    from hetlb.balancer.exchange.driver import Driver
 
 #: Kinds of which a stream is server-sent events, and may hold comments.
 SSE_KINDS: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES)
@@ -37,30 +36,6 @@ _QUEUED: Final = Phase.QUEUED
 _SENT: Final = Phase.SENT
 _STREAMING: Final = Phase.STREAMING
 _DONE: Final = Phase.DONE
-
-
-class Host(Carrier):
-    """Interface of the driver for its exchanges."""
-
-    exchanges: dict[RequestId, Exchange]
-    #: Ends one exchange after an error of hetlb in it.
-    guard: Guard
-
-    @abstractmethod
-    def give_up(self, request_id: RequestId) -> float:
-        """Take a request out of the queue; return when to try again, in seconds."""
-
-    @abstractmethod
-    def finished(self, exchange: Exchange) -> None:
-        """Count an exchange that has its outcome, and give its lease back."""
-
-    @abstractmethod
-    def dropped(self, exchange: Exchange) -> None:
-        """End an exchange that could not end itself."""
-
-    @abstractmethod
-    def abandon(self, request_id: RequestId) -> None:
-        """Give back all bookings of a request at the scheduler."""
 
 
 class Maker(ABC):
@@ -83,13 +58,13 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        "attempt", "call", "dropped", "host", "maker", "now", "outgoing", "phase", "reconnected", "record",
+        "attempt", "call", "driver", "dropped", "maker", "now", "outgoing", "phase", "reconnected", "record",
         "response", "since",
     )  # fmt: skip
 
     def __init__(
         self,
-        host: Host,
+        driver: Driver,
         client: ClientSide,
         outgoing: EngineRequest,
         kind: Kind,
@@ -99,12 +74,12 @@ class Exchange:
         maker: Maker,
         tenant: str | None = None,
     ) -> None:
-        head, now = outgoing.head, host.now()
+        head, now = outgoing.head, driver.now()
         tokens = call.prompt_tokens_total or 0
         self.record = RequestRecord(request, kind, head.method, head.path, label, tenant, now, tokens)
         self.response = ClientResponse(client, head, label, now, call.stream and kind in SSE_KINDS)
-        self.host = host
-        self.now = host.now
+        self.driver = driver
+        self.now = driver.now
         self.call = call
         self.outgoing = outgoing
         #: Makes the attempts of this request.
@@ -165,7 +140,7 @@ class Exchange:
         """End waits beyond their limits, send heartbeats where due. Called about twice a second."""
         response, record = self.response, self.record
         if self.phase is _QUEUED and response.given_up_at(self.since, record.arrived_at) <= now:
-            retry_after_s = self.host.give_up(record.request.id)
+            retry_after_s = self.driver.give_up(record.request.id)
             detail = "No instance became free in the time that the client waits."
             self.refuse(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
         elif response.paused_since is None:  # `ClientConnection.sweep` ends a client that does not read
@@ -189,7 +164,7 @@ class Exchange:
 
     def fault(self, error: Exception) -> None:
         """Hand an error that was raised at this request to the guard, which ends it."""
-        self.host.guard.ended(self, error)
+        self.driver.guard.ended(self, error)
 
     def refuse(
         self,
@@ -252,7 +227,7 @@ class Exchange:
             record.status = 200
         record.end, record.outcome = end, outcome if end is None else end.outcome
         self.maker.close(record)
-        self.host.finished(self)
+        self.driver.finished(self)
         if client_gone:
             return
         if broken:

@@ -11,11 +11,14 @@ import logging
 import math
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Request
-from hetlb.balancer.exchange.exchange import Exchange, Host
+from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.telemetry.events import Event, tell
+
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.driver import Driver
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -28,24 +31,24 @@ _REMEMBERED_ERRORS: Final = 256
 class Guard:
     """Ends one exchange after an error in it, and logs errors outside of exchanges."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._logged_at: dict[str, float] = {}
 
     def ended(self, exchange: Exchange, error: Exception) -> None:
         """End an exchange after an `error` in it. It may have ended already."""
-        label, host, request_id = exchange.record.label, self._host, exchange.record.request.id
+        label, driver, request_id = exchange.record.label, self._driver, exchange.record.request.id
         _log(f"request {label}", error, label)
-        if host.exchanges.get(request_id) is exchange:
+        if driver.exchanges.get(request_id) is exchange:
             try:
                 exchange.give_up()
             except Exception as again:
                 logger.debug("its own way out failed", exc_info=again)
-        if host.exchanges.get(request_id) is exchange:
+        if driver.exchanges.get(request_id) is exchange:
             self._try(exchange.attempt.leave)
-            host.dropped(exchange)
+            driver.dropped(exchange)
         self._try(lambda: exchange.response.client.forsake(exchange))
-        self._try(lambda: host.abandon(request_id))
+        self._try(lambda: driver.abandon(request_id))
 
     def run(self, work: Callable[[], None], what: str) -> None:
         """Do work outside of requests. An error is logged, the same place once a minute."""
@@ -56,7 +59,7 @@ class Guard:
 
     def log(self, error: Exception, what: str) -> None:
         """Log an error in work outside of requests, the same place once a minute."""
-        now, told = self._host.now(), _told(error)
+        now, told = self._driver.now(), _told(error)
         if now - self._logged_at.get(told, -math.inf) >= _LOG_S:
             if len(self._logged_at) >= _REMEMBERED_ERRORS:
                 self._logged_at.clear()

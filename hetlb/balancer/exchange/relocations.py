@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Lease, Outcome
-from hetlb.balancer.exchange.carrier import Carrier
 from hetlb.balancer.telemetry.events import Event, tell
+
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.driver import Driver
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -33,7 +35,7 @@ class Relocations:
     def __init__(
         self,
         scheduler: Scheduler,
-        carrier: Carrier,
+        carrier: Driver,
         carry_out: Callable[[list[Command]], None],
         *,
         by_counters: bool,

@@ -1,6 +1,6 @@
 """Driver of the scheduler of this process: facts go in, commands come out and are carried out at once.
 
-The commands go to a `Carrier`, the exchanges of the process.
+The commands go to `Driver`, which has the exchanges of the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.balancer.exchange.carrier import Carrier, DrainRate
+from hetlb.balancer.exchange.carrier import DrainRate
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.relocations import Relocations
 from hetlb.balancer.exchange.served_fleet import ServedFleet
@@ -47,6 +47,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.exchange.driver import Driver
     from hetlb.balancer.fleet.shared_fleet import SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
@@ -74,7 +75,7 @@ class SchedulerDriver:
     `by_counters`: silence of an engine counts only if its own counters stand still, too.
     """
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, *, by_counters: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, carrier: Driver, *, by_counters: bool = False) -> None:
         self.scheduler = scheduler
         self.carrier = carrier
         #: The fleet as exchanges see it.
