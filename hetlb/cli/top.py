@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -152,9 +153,10 @@ class FleetScreen:
             del troubles[min(4, max(0, free - 2)) :]
             room = max(1, min(len(rows), free - len(troubles)))
             del decisions[max(0, free - room - len(troubles)) :]
-            if room < len(rows):
-                troubles.append(_text(f"and {len(rows) - room} more instances", "dim"))
-                del rows[room:]
+            del rows[room:]
+        every = sum(model["totals"]["instances"] for model in models)
+        if len(rows) < every:
+            troubles.append(_text(f"and {every - len(rows)} more instances", "dim"))
         return Group(*lines, _fleet(rows, width), *troubles, *(decisions if len(decisions) > 2 else ()))
 
     def _state(self) -> Text:
@@ -205,19 +207,19 @@ def _wrapped(words: str, width: int, most: int, indent: int = 0) -> list[str]:
 
 def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
     fleet, series = snapshot["fleet"], snapshot["series"]
-    instances = [instance for model in fleet["models"] for instance in model["instances"]]
-    up = sum(row["health"] == "up" and row["state"] == "ready" for row in instances)
+    totals: Counter[str] = Counter()
+    for model in fleet["models"]:
+        totals.update(model["totals"])
+    up, every, there = totals["able"], totals["instances"], totals["kv_cache_tokens"]
     queue = fleet["queue"]
     oldest = f" (oldest {seconds(queue['oldest_s'])})" if queue["requests"] else ""
-    reserved = sum(row["kv_reserved_tokens"] for row in instances)
-    there = sum(row["kv_cache_tokens"] for row in instances)
     counts = _text()
-    ready = f"{up} of {len(instances)} up"
-    counts.append(ready, "" if up == len(instances) else "bold red" if not up else "yellow")
+    ready = f"{up} of {every} up"
+    counts.append(ready, "" if up == every else "bold red" if not up else "yellow")
     parts = (
-        f"{sum(row['in_flight'] for row in instances):,} in flight",
+        f"{totals['in_flight']:,} in flight",
         f"queue {queue['requests']:,}{oldest}",
-        f"KV reserved {percent(reserved / there if there else None)} of {there:,}",
+        f"KV reserved {percent(totals['kv_reserved_tokens'] / there if there else None)} of {there:,}",
     )
     if fitting := _fitting(parts, width - len(ready) - 3, "   "):
         counts.append(f"   {fitting}")

@@ -67,7 +67,20 @@ def snapshot(*instances: dict[str, Any], waiting: int = 0, decisions: int = 25) 
         "policies": ["rr", "hetlb"],
         "fleet": {
             "policy": "hetlb",
-            "models": [{"name": "a-model", "instances": list(instances)}],
+            "models": [
+                {
+                    "name": "a-model",
+                    "instances": list(instances),
+                    "totals": {
+                        "instances": len(instances),
+                        "able": sum((each["health"], each["state"]) == ("up", "ready") for each in instances),
+                        **{
+                            name: sum(each[name] for each in instances)
+                            for name in ("in_flight", "kv_reserved_tokens", "kv_cache_tokens")
+                        },
+                    },
+                }
+            ],
             "queue": {"requests": waiting, "bytes": 0, "models": {}, "oldest_s": 3.2 if waiting else None},
         },
         "status": {

@@ -14,13 +14,19 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from helpers import turns_until
+from helpers import dispatched, make_scheduler, request, spec, turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
 from hetlb.balancer.admin.dashboard import page as events
 from hetlb.balancer.admin.dashboard.page import EventStream
-from hetlb.balancer.admin.dashboard.snapshot import DECISIONS_SHOWN
+from hetlb.balancer.admin.dashboard.snapshot import (
+    DECISIONS_SHOWN,
+    INSTANCES_SHOWN,
+    shown_instances,
+    totals_of,
+)
+from hetlb.balancer.core.types import AdminState, AdminStateSet
 
 FILES = {
     "/": "text/html; charset=utf-8",
@@ -60,6 +66,40 @@ async def test_the_files_load_nothing_from_elsewhere(tmp_path: Path) -> None:
             assert reply.headers["x-content-type-options"] == "nosniff"
             urls = set(re.findall(r"https?://[^\s\"'%]+", reply.body.decode()))
             assert urls <= {"http://www.w3.org/2000/svg"}, path
+
+
+def test_of_a_large_fleet_the_instances_in_trouble_the_busiest_and_the_ones_looked_for_are_shown() -> None:
+    names = [f"node-{number:03}" for number in range(INSTANCES_SHOWN + 100)]
+    scheduler = make_scheduler([spec(name) for name in names])
+    scheduler.on_instance(AdminStateSet(names[-2], AdminState.DRAIN), 1.0)
+    busy = dispatched(scheduler.on_arrival(request(1), 2.0)).instance
+    shown = shown_instances(scheduler.instances)
+    assert shown is not None
+    assert len(shown) == INSTANCES_SHOWN
+    assert {names[-2], busy} <= shown
+    assert shown_instances(scheduler.instances, ("node-19",)) == set(names[190:200])
+    assert shown_instances(scheduler.instances, ("node-19", "drain")) == {names[-2]}
+    assert shown_instances(scheduler.instances, ("none",)) == set()
+    sums = totals_of(scheduler.instances)
+    assert (sums["instances"], sums["in_flight"], sums["ready"]) == (len(names), 1, len(names) - 1)
+    assert shown_instances(scheduler.instances[:INSTANCES_SHOWN], ("none",)) is None
+
+
+async def test_viewers_that_look_for_others_have_streams_of_their_own(tmp_path: Path) -> None:
+    servers = {
+        f"node-{number:03}": f"http://127.0.0.{number + 1}:9" for number in range(INSTANCES_SHOWN + 50)
+    }
+    fleet = document()
+    fleet["models"] = [
+        {"name": "m", "instances": [{"name": name, "url": url} for name, url in servers.items()]}
+    ]
+    async with serving(tmp_path, fleet) as running:
+        url = f"http://127.0.0.1:{running.service.admin.address[1]}/v1/events"
+        async with aiohttp.ClientSession() as session:
+            for words, count in (("", INSTANCES_SHOWN), ("?words=node-14", 10), ("?words=" + "x" * 900, 0)):
+                async with session.get(url + words) as reply:
+                    [model] = (await next_snapshot(reply))["fleet"]["models"]
+                assert (len(model["instances"]), model["totals"]["instances"]) == (count, len(servers))
 
 
 async def test_a_snapshot_holds_what_the_page_shows(tmp_path: Path) -> None:

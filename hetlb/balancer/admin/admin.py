@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,8 @@ _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
-    """Return the body of `GET /v1/fleet`."""
+def fleet_document(scheduler: Scheduler, now: float, shown: Container[str] | None = None) -> dict[str, Any]:
+    """Return the body of `GET /v1/fleet`, of the `shown` instances alone if some are named."""
     by_model = pools(scheduler)
     speeds: dict[str, float] = {}
     for name, instances in by_model.items():
@@ -48,7 +48,11 @@ def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
         "models": [
             {
                 "name": name,
-                "instances": [_instance_document(each, speeds[each.name], now) for each in instances],
+                "instances": [
+                    _instance_document(each, speeds[each.name], now)
+                    for each in instances
+                    if shown is None or each.name in shown
+                ],
             }
             for name, instances in by_model.items()
         ],
@@ -214,8 +218,8 @@ class AdminApi:
 
     # --- documents, for the handlers and the dashboard ---
 
-    def fleet(self) -> dict[str, Any]:
-        document = fleet_document(self.control.scheduler, self.control.now())
+    def fleet(self, shown: Container[str] | None = None) -> dict[str, Any]:
+        document = fleet_document(self.control.scheduler, self.control.now(), shown)
         waiting, waiting_bytes = self.control.waiting_elsewhere
         document["queue"]["requests"] += sum(waiting.values())
         document["queue"]["bytes"] += waiting_bytes

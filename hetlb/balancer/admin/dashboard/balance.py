@@ -6,7 +6,7 @@ instance should have is its speed at the mean request over the speeds of all tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -117,9 +117,13 @@ def _out(instance: Instance, now: float) -> str:
 
 
 def documents(
-    scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
+    scheduler: Scheduler,
+    recent: Recent,
+    pools: dict[str, list[Instance]],
+    now: float,
+    shown: Container[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the part of a snapshot about the balance of each model's work."""
+    """Return the part of a snapshot about the balance of each model's work; `shown` instances are listed."""
     shares = recent.shares(WINDOW_S, now)
     waiting = scheduler.queue.by_model()
     found = []
@@ -136,6 +140,7 @@ def documents(
                 "speed_share": round(part.speed_share, 4),
             }
             for part in each
+            if shown is None or part.name in shown
         ]
         found.append({"model": model, "balanced": balanced, "sentence": text, "instances": named})
     return found

@@ -10,6 +10,8 @@ const STORED_THEME = "hetlb-theme";
 /** A stream that says nothing for this long is taken to be dead; the proxy speaks once a second. */
 const SILENCE_MS = 5000;
 const RETRY_MS = 1000;
+// From the last key of a filter to a stream of what it looks for.
+const FILTER_MS = 300;
 /** A report of an engine older than this is shown as old. */
 const STALE_S = 30;
 /** Candidates of a decision shown before one asks for all. */
@@ -92,7 +94,7 @@ function announce(text) {
 
 // --- the one event stream -------------------------------------------------------------------------------
 
-const page = { stream: null, snapshot: null, linked: false };
+const page = { stream: null, snapshot: null, linked: false, partial: false };
 
 function linked(state, text) {
   const link = byId("link");
@@ -110,7 +112,8 @@ async function listen() {
     watch = setTimeout(() => stream.abort(), SILENCE_MS);
   };
   try {
-    const reply = await ask("v1/events", { signal: stream.signal });
+    const words = page.snapshot !== null && page.partial ? byId("filter").value.trim() : "";
+    const reply = await ask(words ? `v1/events?words=${encodeURIComponent(words)}` : "v1/events", { signal: stream.signal });
     heard();
     const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
     let pending = "";
@@ -154,6 +157,7 @@ document.addEventListener("visibilitychange", () => {
 function shown(snapshot) {
   const before = page.snapshot;
   page.snapshot = snapshot;
+  page.partial = partial(snapshot);
   if (!page.linked) {
     page.linked = true;
     linked("good", "live");
@@ -174,7 +178,11 @@ function shown(snapshot) {
   accuracy(snapshot);
 }
 
+/** The instances of a snapshot: of a large fleet the ones in trouble and the busiest, or the ones looked for. */
 const everybody = (snapshot) => snapshot.fleet.models.flatMap((model) => model.instances);
+/** The sum of a figure over all instances of the fleet. */
+const total = (snapshot, figure) => snapshot.fleet.models.reduce((sum, model) => sum + model.totals[figure], 0);
+const partial = (snapshot) => snapshot.fleet.models.some((model) => model.instances.length < model.totals.instances);
 
 // --- now ------------------------------------------------------------------------------------------------
 
@@ -223,14 +231,14 @@ function tile(name, figure, rest, state = "") {
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
 
 function tiles(snapshot) {
-  const instances = everybody(snapshot);
+  const all = total(snapshot, "instances");
   const { queue } = snapshot.fleet;
   const { series } = snapshot;
   const lately = (column) => series[column].slice(-5);
-  const up = instances.filter((instance) => instance.health === "up" && instance.state === "ready").length;
+  const up = total(snapshot, "able");
   const stuck = snapshot.status.state === "degraded" || snapshot.status.state === "down";
-  tile("up", String(up), `of ${instances.length} ready`, up === instances.length ? "" : up && !stuck ? "warn" : "bad");
-  tile("flight", count(instances.reduce((sum, instance) => sum + instance.in_flight, 0)), "requests");
+  tile("up", String(up), `of ${all} ready`, up === all ? "" : up && !stuck ? "warn" : "bad");
+  tile("flight", count(total(snapshot, "in_flight")), "requests");
   tile("queue", count(queue.requests), queue.requests ? `oldest ${age(queue.oldest_s)}` : "none waiting",
     queue.requests ? (stuck ? "bad" : "warn") : "");
   tile("requests", rate(mean(lately("ok_per_s"))), "/s");
@@ -242,8 +250,8 @@ function tiles(snapshot) {
   const usual = snapshot.series.ttft_p50_s.filter((value) => value !== null).sort((a, b) => a - b);
   const ratio = ttft.length && usual.length > 10 ? mean(ttft) / usual[Math.floor(usual.length / 4)] : 1;
   tile("ttft", ttft.length ? seconds(mean(ttft)) : "–", "last 10 s", ratio > 4 ? "bad" : ratio > 2 ? "warn" : "");
-  const reserved = instances.reduce((sum, instance) => sum + instance.kv_reserved_tokens, 0);
-  const there = instances.reduce((sum, instance) => sum + instance.kv_cache_tokens, 0);
+  const reserved = total(snapshot, "kv_reserved_tokens");
+  const there = total(snapshot, "kv_cache_tokens");
   tile("kv", percent(there ? reserved / there : null), `of ${count(there)}`);
 }
 
@@ -300,9 +308,10 @@ function fleet(snapshot) {
   for (const model of models) {
     visible += tables.get(model.name).update(model, words, snapshot.fleet.queue.models[model.name] ?? 0, shares);
   }
-  const all = everybody(snapshot).length;
-  byId("shown").hidden = !words.length;
-  say(byId("shown"), words.length ? `${visible} of ${plural(all, "instance")} shown` : "");
+  const all = total(snapshot, "instances");
+  byId("shown").hidden = !words.length && !page.partial;
+  const which = page.partial && !words.length ? ": the ones in trouble and the busiest; the filter finds the others" : "";
+  say(byId("shown"), words.length || page.partial ? `${visible} of ${plural(all, "instance")} shown${which}` : "");
 }
 
 class FleetTable {
@@ -334,9 +343,9 @@ class FleetTable {
 
   /** Returns how many instances are shown. */
   update(model, words, queued, shares) {
-    const up = model.instances.filter((row) => row.health === "up").length;
-    const out = model.instances.filter((row) => row.state !== "ready").length;
-    say(this.#summary, `${up} of ${model.instances.length} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "none waiting"}`);
+    const { up, instances: all, ready } = model.totals;
+    const out = all - ready;
+    say(this.#summary, `${up} of ${all} up, ${out ? `${out} taken out, ` : ""}${queued ? `${count(queued)} waiting` : "none waiting"}`);
     const names = new Set(model.instances.map((row) => row.name));
     for (const [name, row] of this.#rows) {
       if (!names.has(name)) {
@@ -460,9 +469,9 @@ class FleetRow {
   }
 
   #switch(name, model, state) {
-    const now = page.snapshot.fleet.models.find((each) => each.name === model)?.instances ?? [];
-    const others = now.some((row) => row.name !== name && row.state === "ready" && row.health !== "ejected");
-    const mine = now.find((row) => row.name === name);
+    const now = page.snapshot.fleet.models.find((each) => each.name === model);
+    const mine = now?.instances.find((row) => row.name === name);
+    const others = now !== undefined && now.totals.able > (mine?.state === "ready" && mine.health === "up" ? 1 : 0);
     if (mine === undefined || mine.state === state) return;
     if (state !== "ready" && mine.state === "ready" && !others
       && !confirm(`${name} is the last instance of ${model} that takes requests. Without it they wait and then fail. Go on?`)) return;
@@ -500,7 +509,16 @@ byId("add-form").addEventListener("submit", async (event) => {
   }
 });
 
-byId("filter").addEventListener("input", () => page.snapshot && fleet(page.snapshot));
+let looksFor = null;
+byId("filter").addEventListener("input", () => {
+  if (page.snapshot) fleet(page.snapshot);
+  if (!page.partial && looksFor === null) return;
+  clearTimeout(looksFor);
+  looksFor = setTimeout(() => {
+    hush();
+    listen();
+  }, FILTER_MS);
+});
 byId("order").addEventListener("change", () => page.snapshot && fleet(page.snapshot));
 
 /** What changed, for those who do not see it. */
@@ -509,12 +527,13 @@ function news(before, snapshot) {
   const changes = [];
   for (const row of everybody(snapshot)) {
     const was = old.get(row.name);
-    if (was === undefined) changes.push(`${row.name} was added`);
-    else if (was.health !== row.health) changes.push(`${row.name} is ${row.health}: ${row.health_reason}`);
+    if (was === undefined) {
+      if (!page.partial) changes.push(`${row.name} was added`);
+    } else if (was.health !== row.health) changes.push(`${row.name} is ${row.health}: ${row.health_reason}`);
     else if (was.state !== row.state) changes.push(`${row.name} is ${STATE_WORDS[row.state]}`);
     old.delete(row.name);
   }
-  for (const name of old.keys()) changes.push(`${name} was removed`);
+  if (!page.partial) for (const name of old.keys()) changes.push(`${name} was removed`);
   if (before.fleet.policy !== snapshot.fleet.policy) changes.push(`policy ${snapshot.fleet.policy} is in force`);
   if (changes.length) announce(`${changes.slice(0, 4).join("; ")}${changes.length > 4 ? `; and ${changes.length - 4} more` : ""}.`);
 }

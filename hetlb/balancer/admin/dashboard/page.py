@@ -59,11 +59,18 @@ class EventStream:
     A slow snapshot is made less often, so that it takes at most `_SHARE` of the time of the event loop.
     """
 
-    def __init__(self, snapshot: Callable[[], bytes], interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], bytes],
+        interval_s: float = INTERVAL_S,
+        listening: Callable[[], int] | None = None,
+    ) -> None:
         self._snapshot = snapshot
         self._interval_s = interval_s
         #: Number of open streams.
         self.listeners = 0
+        #: Number of listeners of all streams.
+        self._listening = listening or (lambda: self.listeners)
         self._timer: asyncio.TimerHandle | None = None
         #: The last snapshot as an event, while it is not due to be made again.
         self._frame = b""
@@ -73,8 +80,8 @@ class EventStream:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Answer `GET /v1/events` until the listener leaves or the server stops."""
-        if self._closed or self.listeners >= MAX_LISTENERS:
-            raise web.HTTPServiceUnavailable(text=f"{self.listeners} pages are open, no more are served")
+        if self._closed or self._listening() >= MAX_LISTENERS:
+            raise web.HTTPServiceUnavailable(text=f"{self._listening()} pages are open, no more are served")
         response, sent = web.StreamResponse(headers=_HEADERS), b""
         self.listeners += 1
         try:

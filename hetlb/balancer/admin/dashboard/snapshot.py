@@ -1,9 +1,14 @@
-"""Events of the page's stream: all that the page shows, at one moment."""
+"""Events of the page's stream: all that the page shows, at one moment.
+
+Of a large fleet an event has the instances in trouble and the busiest, or the ones that a viewer looks for.
+The sums are of all.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,8 +18,9 @@ from aiohttp import web
 import hetlb
 from hetlb.balancer.admin.dashboard import balance
 from hetlb.balancer.admin.dashboard.page import EventStream, page_file
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.core.types import AdminState, Health, Outcome
 from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
 from hetlb.percentiles import weighted_percentile
@@ -25,8 +31,12 @@ if TYPE_CHECKING:
 
 #: Least expected seconds of a part of a latency model that say anything about it.
 LEAST_EVIDENCE_S: Final = 1.0
-#: Decisions listed on the page.
+#: Decisions listed on the page, and instances of an event.
 DECISIONS_SHOWN: Final = 25
+INSTANCES_SHOWN: Final = 100
+#: Streams for viewers that look for different instances; further ones get the events without their words.
+_MOST_STREAMS: Final = 8
+_MOST_WORDS_CHARACTERS: Final = 200
 
 
 def model_factors(counted: InstanceTotals) -> dict[str, float | None]:
@@ -43,25 +53,48 @@ class Snapshots:
     def __init__(self, source: FleetService, documents: AdminApi) -> None:
         self._source = source
         self._documents = documents
-        self._events = EventStream(lambda: msgspec.json.encode(self.event()))
+        #: Streams by the words that the instances must have.
+        self._streams: dict[tuple[str, ...], EventStream] = {}
+        self._closed = False
 
     def file(self, path: str) -> web.Response:
         """Return a file of the page."""
         return page_file(path)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Answer `GET /v1/events`."""
-        return await self._events.serve(request)
+        """Answer `GET /v1/events`; `words` of its query must be in the names of instances."""
+        words = tuple(request.query.get("words", "")[:_MOST_WORDS_CHARACTERS].lower().split())
+        if words not in self._streams and len(self._streams) >= _MOST_STREAMS:
+            words = ()
+        stream = self._streams.get(words)
+        if stream is None:
+            stream = EventStream(lambda: msgspec.json.encode(self.event(words)), listening=self._listening)
+            if self._closed:
+                stream.close()
+            self._streams[words] = stream
+        try:
+            return await stream.serve(request)
+        finally:
+            if not stream.listeners and self._streams.get(words) is stream:
+                del self._streams[words]
+                stream.close()
+
+    def _listening(self) -> int:
+        return sum(each.listeners for each in self._streams.values())
 
     def close(self) -> None:
-        self._events.close()
+        self._closed = True
+        for stream in list(self._streams.values()):
+            stream.close()
 
-    def event(self) -> dict[str, Any]:
+    def event(self, words: tuple[str, ...] = ()) -> dict[str, Any]:
         source, documents = self._source, self._documents
         scheduler, now, totals = source.scheduler, source.now(), source.totals
         recent = totals.recent
-        fleet = documents.fleet()
+        shown, pools = shown_instances(scheduler.instances, words), documents.pools()
+        fleet = documents.fleet(shown)
         for model in fleet["models"]:
+            model["totals"] = totals_of(pools[model["name"]])
             for instance in model["instances"]:
                 counted = totals.instances.get(instance["name"])
                 instance["model_factors"] = None if counted is None else model_factors(counted)
@@ -80,10 +113,42 @@ class Snapshots:
             },
             "fleet": fleet,
             "status": documents.status(),
-            "balance": balance.documents(scheduler, recent, documents.pools(), now),
-            "series": {**series(recent, now), **levels(recent, now)},
+            "balance": balance.documents(scheduler, recent, pools, now, shown),
+            "series": {**series(recent, now, shown), **levels(recent, now, shown)},
             "accuracy": accuracy(recent),
         }
+
+
+def shown_instances(instances: Sequence[Instance], words: Sequence[str] = ()) -> set[str] | None:
+    """Return the names of the instances of an event that have the words, None for all instances."""
+    if len(instances) <= INSTANCES_SHOWN:
+        return None
+    found = [each for each in instances if not words or _has(each, words)]
+    found.sort(key=lambda each: (_able(each), -each.in_flight))
+    return {each.name for each in found[:INSTANCES_SHOWN]}
+
+
+def _has(instance: Instance, words: Sequence[str]) -> bool:
+    state, health = instance.admin.value, instance.evidence.health.state.value
+    text = f"{instance.name} {health} {state} {instance.spec.url}".lower()
+    return all(word in text for word in words)
+
+
+def _able(instance: Instance) -> bool:
+    return instance.evidence.health.state is Health.UP and instance.admin is AdminState.READY
+
+
+def totals_of(instances: Sequence[Instance]) -> dict[str, int]:
+    """Return the sums over all instances of a model."""
+    return {
+        "instances": len(instances),
+        "up": sum(each.evidence.health.state is Health.UP for each in instances),
+        "ready": sum(each.admin is AdminState.READY for each in instances),
+        "able": sum(_able(each) for each in instances),
+        "in_flight": sum(each.in_flight for each in instances),
+        "kv_reserved_tokens": sum(each.kv_tokens for each in instances),
+        "kv_cache_tokens": sum(each.kv_cache_tokens for each in instances),
+    }
 
 
 def _shown(recent: Recent, now: float) -> list[Stretch]:
@@ -92,10 +157,16 @@ def _shown(recent: Recent, now: float) -> list[Stretch]:
     return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
 
 
-def levels(recent: Recent, now: float) -> dict[str, Any]:
+def levels(recent: Recent, now: float, instances: Container[str] | None = None) -> dict[str, Any]:
     """Return the columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with `series`."""
     shown = [each.levels for each in _shown(recent, now)]
-    names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
+    names = dict.fromkeys(
+        name
+        for each in shown
+        if each is not None
+        for name in each[1]
+        if instances is None or name in instances
+    )
 
     def column(name: str, place: int) -> list[float | None]:
         return [None if each is None or name not in each[1] else each[1][name][place] for each in shown]
@@ -107,7 +178,7 @@ def levels(recent: Recent, now: float) -> dict[str, Any]:
     }
 
 
-def series(recent: Recent, now: float) -> dict[str, Any]:
+def series(recent: Recent, now: float, instances: Container[str] | None = None) -> dict[str, Any]:
     """Return the rates and latencies of the last five minutes."""
     stretches = _shown(recent, now)
     outcomes: Counter[str] = Counter()
@@ -116,7 +187,7 @@ def series(recent: Recent, now: float) -> dict[str, Any]:
     ok = [each.outcomes.get(Outcome.OK.value, 0) for each in stretches]
     ended = [sum(each.outcomes.values()) for each in stretches]
     tokens = [{name: share.output_tokens for name, share in each.shares.items()} for each in stretches]
-    names = dict.fromkeys(name for each in tokens for name in each)
+    names = dict.fromkeys(name for each in tokens for name in each if instances is None or name in instances)
     latency_columns = {
         f"{name}_p{percent}_s": [_percentile(getattr(each, name), percent) for each in stretches]
         for name in ("ttft", "e2e")
