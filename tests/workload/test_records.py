@@ -234,3 +234,9 @@ def test_servers_are_full_until_one_gets_no_more_requests() -> None:
     tokens = sum(tokens_within(each, from_s, to_s) for each in fast)
     assert tokens / (to_s - from_s) == pytest.approx(110, rel=0.01)
     assert while_full([]) == (0.0, 0.0)
+
+
+def test_a_server_that_runs_its_first_batch_alone_is_full_until_an_answer_of_it_ends() -> None:
+    fast = [record(0.0, float(i), i + 1.0, 100) for i in range(60)]
+    slow = [record(0.0, 1.0, 50.0 + i, 100, name="b") for i in range(4)]
+    assert while_full([*fast, *slow])[1] == 50.0

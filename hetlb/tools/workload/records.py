@@ -232,17 +232,19 @@ def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> floa
     return ends[math.ceil(0.99 * len(ends)) - 1] - start_s if ends else None
 
 
-def while_full(records: Iterable[RequestResult]) -> tuple[float, float]:
+def while_full(records: Sequence[RequestResult]) -> tuple[float, float]:
     """Return the times between which all servers are full, of a run whose requests all wait at the start.
 
-    Until a server gets its last request all of them have been given one for each that ended. Batches that
-    began together have mixed by `STEADY_FROM_SHARE` of that time.
+    A server is full until an answer ends after its last request began. Batches that began together have mixed
+    by `STEADY_FROM_SHARE` of the time until the first server is no longer full.
     """
+    done = [record for record in records if record.ok]
     last: dict[str, float] = {}
-    for record in records:
-        if record.ok:
-            last[record.instance] = max(last.get(record.instance, 0.0), _begun_s(record))
-    to_s = min(last.values(), default=0.0)
+    for record in done:
+        last[record.instance] = max(last.get(record.instance, 0.0), _begun_s(record))
+    ends = (record.last_token_s or 0.0 for record in done)
+    emptying = (end for end, record in zip(ends, done, strict=True) if end >= last[record.instance])
+    to_s = min(emptying, default=0.0)
     return STEADY_FROM_SHARE * to_s, to_s
 
 
