@@ -85,6 +85,12 @@ WRONG: dict[str, tuple[list[bytes] | None, bytes]] = {
         _whole("Internal Server Error", tokens=4),
     ),
     "only usage": ([_event(None, "stop"), DONE], json.dumps({"id": "c", "usage": {}}).encode()),
+    "a page": (None, b"<html><title>Sign in</title></html>"),
+    "no body": (None, b""),
+    "half of it": (None, _whole("word " * TOKENS)[:60]),
+    "length of none": ([ROLE, _event("", "length"), DONE], _whole("", "length", 0)),
+    "no end": ([ROLE, *[_event(f"w{i} ") for i in range(TOKENS)], _event("", "stop")], b'{"choices":[{'),
+    "filtered": ([ROLE, _event("", "content_filter"), DONE], _whole("", "content_filter", 0)),
     "choices of null": (
         [b'data: {"id":"c","choices":null}\n\n', DONE],
         b'{"id":"c","choices":null}',

@@ -95,8 +95,43 @@ def test_a_stream_cut_at_every_byte_gives_the_same_record() -> None:
 
 
 def test_an_answer_that_ends_at_once_has_no_first_token() -> None:
-    record = read(event("", usage=None), event(usage={"prompt_tokens": 7, "completion_tokens": 1}), DONE)
+    stopped = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}\n\n'
+    record = read(stopped, event(usage={"prompt_tokens": 7, "completion_tokens": 1}), DONE)
     assert (record.first_token_s, record.last_token_s, record.output_tokens) == (None, 4.0, 1)
+
+
+def finished(reason: str, text: str = "x") -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        event("x") + finished("error", ""),
+        event("x") + finished("abort", ""),
+        chat(role="assistant", content=""),
+        b'data: {"choices": []}\n\n',
+        b'data: {"choices": null}\n\n',
+        b"data: {}\n\n",
+    ],
+)
+def test_what_the_proxy_takes_for_no_answer_is_none_here(stream: bytes) -> None:
+    with pytest.raises(AnswerError) as caught:
+        read(stream + DONE)
+    assert caught.value.kind == "no answer"
+    assert read(event("x") * 9 + finished("length"), DONE).output_tokens == 10
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "stop"])
+def test_a_whole_answer_whose_engine_gave_up_is_none(reason: str) -> None:
+    body = {"choices": [{"index": 0, "text": "x", "finish_reason": reason}]}
+    record = RequestResult(0.0, 1)
+    if reason == "stop":
+        read_plain(json.dumps(body).encode(), record, 1.0)
+    else:
+        with pytest.raises(AnswerError, match="no answer"):
+            read_plain(json.dumps(body).encode(), record, 1.0)
 
 
 def test_a_stream_without_its_end_is_broken_and_keeps_its_count() -> None:

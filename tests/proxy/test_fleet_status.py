@@ -408,6 +408,18 @@ def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() ->
     assert found["advice"].endswith("And 1 more: see causes.")
 
 
+def test_a_server_without_a_page_of_metrics_is_named_once_it_answers() -> None:
+    fleet = Watched()
+    (a, *_) = fleet.scheduler.instances
+    a.pageless = True
+    assert causes(fleet.look()) == []
+    a.evidence.ended_well(fleet.now)
+    found = fleet.look()
+    assert (causes(found), found["state"]) == ([("no_metrics", "a")], "well")
+    fleet.scheduler.on_scrape("a", EngineSample(0, 0, 0.0), fleet.now)
+    assert causes(fleet.look()) == []
+
+
 def test_load_of_others_is_named_once_two_reports_say_it() -> None:
     fleet = Watched()
     for expected in ([], [("foreign_load", "a")]):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import aiohttp
 from yarl import URL
 
+from hetlb.balancer.http.answer_form import SAMPLE_BYTES, WRONG, form_of_body, form_of_stream
 from hetlb.errors import reason_of
 from hetlb.tasks import ended
 from hetlb.tools.loadtest.bodies import RequestBodies
@@ -29,12 +30,15 @@ from hetlb.tools.workload.records import RequestResult
 class StreamReader:
     """A stream of one request, read into its record."""
 
-    __slots__ = ("_events", "_last_s", "_record", "_usage", "tokens")
+    __slots__ = ("_events", "_finish", "_last", "_last_s", "_record", "_sample", "_usage", "tokens")
 
     def __init__(self, record: RequestResult) -> None:
         self._record = record
         self._events = EventReader()
         self._usage: AnswerUsage | None = None
+        #: First bytes of the stream and its last read, and the finish reason that came last.
+        self._sample = self._last = b""
+        self._finish = ""
         #: Events with text so far.
         self.tokens = 0
         #: Time of the last text of each choice, seconds.
@@ -47,10 +51,15 @@ class StreamReader:
         Raises `AnswerError` on an error event or on what is not JSON.
         """
         before = self.tokens
+        if len(self._sample) < SAMPLE_BYTES:
+            self._sample += data
+        self._last = data
         for event in self._events.feed(data):
             for choice in event.choices or ():
                 if choice.says_something:
                     self._token(choice.index, now_s)
+                if choice.finish_reason:
+                    self._finish = choice.finish_reason
             if event.usage is not None:
                 self._usage = event.usage
         return self.tokens - before
@@ -65,13 +74,16 @@ class StreamReader:
         self.tokens += 1
 
     def close(self, now_s: float) -> None:
-        """End the body at `now_s`. Raises `AnswerError` if the stream has not ended."""
+        """End the body at `now_s`. Raises `AnswerError` if the stream has not ended, or is no answer."""
         record = self._record
         _count(record, self._usage, self.tokens)
         if not self._events.begun:
             raise AnswerError("no stream", "the body has no events")
         if not self._events.done:
             raise AnswerError("broken stream", "the body ended without [DONE]")
+        finish = self._finish.encode()
+        if form_of_stream(self._sample, self._last[-SAMPLE_BYTES:], self.tokens, None, finish, True) == WRONG:
+            raise AnswerError("no answer", f"finish reason {self._finish or 'missing'}, {self.tokens} tokens")
         if record.last_token_s is None:
             record.last_token_s = now_s  # the model ended at once: an answer without text
 
@@ -81,6 +93,8 @@ def read_plain(body: bytes, record: RequestResult, now_s: float) -> None:
     answer = read_answer(body)
     if not answer.choices and not answer.data:
         raise AnswerError("malformed answer", "neither choices nor data")
+    if answer.choices and form_of_body(body, None, True) == WRONG:
+        raise AnswerError("no answer", f"finish reason {answer.choices[0].finish_reason}")
     _count(record, answer.usage, 0)
     record.last_token_s = now_s
 

@@ -25,6 +25,7 @@ class AnswerChoice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Text | None = None
     message: _Text | None = None
+    finish_reason: str | None = None
 
     @property
     def says_something(self) -> bool:
