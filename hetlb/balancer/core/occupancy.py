@@ -65,17 +65,17 @@ class EngineLoad:
 class Occupancy:
     """Ledger and speed of an instance until its next change, as scoring reads them. It is never changed.
 
-    `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens of all engines:
-    `kv_tokens` expected in use, and `kv_excess` more while `sample_at` is not stale; `kv_utilization` as
-    promised. Of each engine: `context` of its batch, each answer half-grown, `pending` prompt tokens, of
-    which a request finds `unread`. A step takes `now_s`; until the iteration that computes a prompt it
-    takes `joining_s`. Prompts of `incoming` of them are elsewhere still, since `oldest_at`. `prefilling`:
-    prompt tokens read lately.
+    All engines together: `running` sequences; `kv_tokens` expected in use, and `kv_excess` more while
+    `sample_at` is recent; `kv_utilization`, the promised share of the cache. `empty`: no sequence runs and no
+    token is booked. Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the
+    prompt tokens that are computed before a new prompt. A step takes `now_s`. The iteration that computes a
+    new prompt begins in `joining_s`. `incoming` prompts are still at other instances, the oldest since
+    `oldest_at`. `prefilling`: prompt tokens that were computed recently.
     """
 
     __slots__ = (
         "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
-        "load", "now_s", "oldest_at", "pending", "prefilling", "running", "sample_at", "unread",
+        "load", "now_s", "oldest_at", "prefilling", "running", "sample_at", "unread",
     )  # fmt: skip
 
     def __init__(self, instance: InstanceLedger) -> None:
@@ -88,7 +88,7 @@ class Occupancy:
             booked += instance.kv_excess_tokens
         self.context = context = booked * load.context_share
         self.kv_utilization = instance.kv_utilization
-        self.pending = unread = float(instance.pending_prompt_tokens) / load.engines
+        unread = float(instance.pending_prompt_tokens) / load.engines
         self.now_s = now_s = load.step_s + load.token_s * context if load.batch > 0.0 else 0.0
         joining_s = load.latency.joining_s(now_s, load.asynchronous)
         if unread > 0.0:

@@ -13,7 +13,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 
 #: Fields of an `Occupancy` that its ledger decides alone.
 _SEEN = (
-    "empty", "running", "context", "kv_utilization", "pending", "kv_tokens", "kv_excess", "sample_at",
+    "empty", "running", "context", "kv_utilization", "unread", "kv_tokens", "kv_excess", "sample_at",
     "incoming", "oldest_at",
 )  # fmt: skip
 
