@@ -67,9 +67,9 @@ def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> Non
             assert box is not None
             assert 0 <= box["x"] <= width - box["width"]
         fleet.kill("a800-0")
-        says(look, "Down", "bad", "is down (connection refused). Start it, or check its network.")
+        says(look, "Down", "bad", "are down (connection refused). Start one, or check the network.")
         fleet.start_engine("a800-0", ENGINES["a800-0"], ports["a800-0"])
-        says(look, "Degraded", "bad", "v100-0 and v100-1 are out")
+        says(look, "Degraded", "bad", "v100-0 and v100-1 are down")
         look.close()
         assert look.errors == []
     finally:
@@ -104,7 +104,7 @@ def test_the_same_fleet_below_saturation_saturated_and_beyond(browser: Any, tmp_
             expect(look.page.locator("#status-sentence")).to_contain_text("limited by")
             says(look, "Well", "good", "")
         with load(fleet, "--max-concurrency", "50"):  # 44 slots
-            says(look, "Busy", "warn", "All servers are in full use")
+            says(look, "Busy", "warn", "All servers are full. Add one, or limit clients.")
             expect(look.page.locator("#balance .pill")).to_have_attribute("data-state", "good")
         with load(fleet, "--request-rate", "30"):
             says(look, "Degraded", "bad", "More comes than can be served")
@@ -126,7 +126,7 @@ def test_one_server_is_slower_than_its_profile(browser: Any, tmp_path: Path) -> 
         )
         look = Look(browser, f"{fleet.admin}/").live()
         with load(fleet, "--max-concurrency", "50"):
-            says(look, "Degraded", "bad", "times as long as its profile says: look at its GPU")
+            says(look, "Degraded", "bad", "times as long as its profile says. Look at its GPU")
             expect(look.page.locator("#status-advice")).to_contain_text("v100-0")
             look.page.set_viewport_size({"width": 1440, "height": 900})
             expect(look.row("v100-0").locator(".factors")).to_contain_text("× its profile")

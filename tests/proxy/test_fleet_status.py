@@ -193,7 +193,7 @@ def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
     assert "gets few requests until its speed is known" in found["advice"]
     for each in fleet.scheduler.instances:  # slots are free, and something else than their number holds back
         each.explored = True
-    assert "Slots are free, but no memory" in fleet.look()["advice"]
+    assert "Free servers lack KV cache" in fleet.look()["advice"]
 
 
 def test_of_assumed_slots_it_is_said() -> None:

@@ -355,9 +355,7 @@ def of_wait(
     spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
     advice = "All servers are full. Add one, or limit clients."
     if any(not each.explored for each in spare):
-        advice = "A server gets few requests until its speed is known, then more: give it a moment."
+        advice = "A server gets few requests until its speed is known. Wait a minute."
     elif spare:
-        advice = (
-            "Slots are free, but no memory, or a faster server is sooner: another server would shorten that."
-        )
+        advice = "Free servers lack KV cache, or a faster one is sooner. Add a server to shorten the wait."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)
