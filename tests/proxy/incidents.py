@@ -113,6 +113,13 @@ def _not_reloaded(fleet: Watched) -> None:
     fleet.reload_refused = "fleet.yaml: models: expected a list"
 
 
+def _full(fleet: Watched) -> None:
+    fleet.recent.clients_refused_at, fleet.recent.clients_refused = (
+        fleet.now - 5.0,
+        "100 connections, ulimit -n",
+    )
+
+
 #: Each with the state and the cause that it makes.
 INCIDENTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
     "dead": (lambda fleet: fleet.refuse("a"), "degraded", "dead"),
@@ -122,6 +129,7 @@ INCIDENTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
     "client storm": (_storm, "busy", "client_errors"),
     "drained": (_drained, "well", "drained"),
     "refused reload": (_not_reloaded, "degraded", "reload_refused"),
+    "no room for clients": (_full, "degraded", "clients_refused"),
     "stale report": (_stale, "busy", "stale_report"),
     "all down": (_down, "down", "all_down"),
     "tenant hog": (_hog, "busy", "tenant_hog"),

@@ -1,4 +1,4 @@
-"""More clients than there are descriptors: each is answered, and that is logged."""
+"""More clients than there are descriptors: each is answered, which is logged and a cause by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import aiohttp
 import yaml
 from helpers import HANG_S, turns_until
 from proxy.services import Engine, document
@@ -56,8 +57,15 @@ async def test_each_client_without_a_descriptor_gets_503(tmp_path: Path) -> None
                 await turns_until(all_told)
             engine.released.set()
             answers = Counter(await asyncio.gather(*asked))
+            admin = int(re.findall(r"admin http://[^:]+:(\d+)", ready)[0])
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{admin}/v1/status") as reply:
+                    found = await reply.json()
             process.terminate()
             _, log = await process.communicate()
     assert set(answers) == {200, 503}, answers
+    assert found["state"] == "degraded"
+    [cause] = [each for each in found["causes"] if each["cause"] == "clients_refused"]
+    assert "ulimit -n" in cause["sentence"]
     assert answers[200] >= 20
     assert "event=too_many_connections" in log.decode()

@@ -62,7 +62,7 @@ FOREIGN_SHARE: Final = 0.25
 #: KV cache below which a server serves next to nothing, in tokens.
 LEAST_KV_TOKENS: Final = 2048
 KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
-#: Greatest age of recent wrong answers, in seconds.
+#: Greatest age of recent wrong answers, and of the last refused connection, in seconds.
 WRONG_S: Final = 60.0
 
 
@@ -97,6 +97,7 @@ SEVERITIES: Final = {
     "small_cache": State.BUSY,
     "long_wait": State.DEGRADED,
     "reload_refused": State.DEGRADED,
+    "clients_refused": State.DEGRADED,
     "stale_report": State.BUSY,
     "client_errors": State.BUSY,
     "tenant_hog": State.BUSY,

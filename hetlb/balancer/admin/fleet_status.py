@@ -13,6 +13,7 @@ from hetlb.balancer.admin.causes import (
     FAILING_S,
     ORDER,
     UNPLACED,
+    WRONG_S,
     State,
     StateCause,
     in_order,
@@ -140,12 +141,17 @@ def status(
     if len(found) > 1 and worst_of.state is not State.WELL:
         document["sentence"] = f"{worst_of.model}: {document['sentence']}"
     causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
+    own: list[StateCause] = []
     if reload_refused:
         advice = "The previous one stays in force; fix the file, it is reread by itself."
         text = f"the edited fleet file was rejected ({reload_refused})"
-        causes.append(StateCause("reload_refused", "", text, advice))
-        if ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
-            document["state"], document["advice"] = State.DEGRADED, headline(causes[-1:], 0)
+        own.append(StateCause("reload_refused", "", text, advice))
+    if now - recent.clients_refused_at < WRONG_S:
+        text = f"clients are refused, all connections are taken ({recent.clients_refused})"
+        own.append(StateCause("clients_refused", "", text, "Raise the limit, or add a proxy."))
+    causes += own
+    if own and ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
+        document["state"], document["advice"] = State.DEGRADED, headline(own, 0)
     oldest_at = scheduler.queue.oldest_at()
     document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
     document["causes"] = [each.document() for each in in_order(causes)]

@@ -151,9 +151,12 @@ class Recent:
     actual seconds from dispatch on.
     """
 
-    __slots__ = ("_paces", "points", "stretches")
+    __slots__ = ("_paces", "clients_refused", "clients_refused_at", "points", "stretches")
 
     def __init__(self) -> None:
+        #: Time of the last connection of a client that was refused, and why.
+        self.clients_refused_at = -math.inf
+        self.clients_refused = ""
         self.stretches: dict[int, Stretch] = {}
         #: By instance.
         self._paces: dict[str, EnginePace] = {}
