@@ -37,7 +37,7 @@ from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, Health, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
 from hetlb.balancer.engines.series_reader import MOST_SERIES
-from hetlb.balancer.exchange import ends, exchange_states, owed
+from hetlb.balancer.exchange import ends, exchange_states, kept_places, owed
 from hetlb.balancer.http import (
     error_responses,
     forward_headers,
@@ -477,6 +477,11 @@ def limits_page() -> str:
             "prefixes and conversations that no request uses",
             f"{prefix_index.MOST_UNUSED_NODES:,}, and the room of the KV caches",
             "the one unused for longest goes",
+        ),
+        (
+            "ids of responses that engines keep",
+            f"{kept_places.MOST_IDS:,}",
+            "the oldest one goes of the key with the most: no instance is known to keep it",
         ),
         ("clients that lost an answer", f"{clients._MOST_CLIENTS}", "the oldest goes"),
         (

@@ -171,6 +171,18 @@ def test_the_places_are_bounded_and_the_oldest_goes_first() -> None:
     assert places.of("10", None) is not None
 
 
+def test_one_key_with_many_answers_pushes_out_its_own() -> None:
+    places = KeptPlaces()
+    for name, count in (("ann", 100), ("bob", 2 * MOST_IDS), ("cid", 100)):
+        for number in range(count):
+            places.note(f"{name}{number}", Place("i0", "m", name))
+    assert len(places.by_id) == MOST_IDS
+    for name in ("ann", "cid"):
+        assert all(places.of(f"{name}{number}", name) for number in range(100))
+    assert places.of(f"bob{2 * MOST_IDS - 1}", "bob")
+    assert sum(map(len, places._owned.values())) == MOST_IDS
+
+
 # --- the header of a priority ---
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-#: Ids known at a time; the oldest goes first.
+#: Ids known at a time. Beyond them the oldest one goes of the key that has the most.
 MOST_IDS: Final = 16_384
 #: Longest id.
 MOST_ID_CHARACTERS: Final = 256
@@ -24,6 +24,10 @@ class KeptPlaces:
 
     def __init__(self) -> None:
         self.by_id: dict[str, Place] = {}
+        #: Ids by key, the oldest first.
+        self._owned: dict[str | None, dict[str, None]] = {}
+        #: Key that had the most when one was noted last.
+        self._most: str | None = None
         self.tell: Callable[[], object] | None = None
         self._unsent: list[str] = []
 
@@ -36,14 +40,27 @@ class KeptPlaces:
 
     def adopt(self, response_id: str, place: Place) -> bool:
         """Note an answer, of a peer too. Return False if it belongs to another key already."""
-        known = self.by_id.pop(response_id, None)
-        if known is not None and known.owner != place.owner:
-            self.by_id[response_id] = known
-            return False
+        known = self.by_id.get(response_id)
+        if known is not None:
+            if known.owner != place.owner:
+                return False
+            self._forget(response_id)
+        own = self._owned.setdefault(place.owner, {})
+        own[response_id] = None
         self.by_id[response_id] = place
+        most = self._owned.get(self._most, {})
+        if len(own) > len(most):
+            self._most, most = place.owner, own
         if len(self.by_id) > MOST_IDS:
-            del self.by_id[next(iter(self.by_id))]
+            self._forget(next(iter(most if len(most) > 1 else self.by_id)))
         return True
+
+    def _forget(self, response_id: str) -> None:
+        owner = self.by_id.pop(response_id).owner
+        own = self._owned[owner]
+        del own[response_id]
+        if not own:
+            del self._owned[owner]
 
     def of(self, response_id: str, owner: str | None) -> Place | None:
         """Return the place of an answer that a key asked for, None if it is not known."""
