@@ -75,6 +75,10 @@ def is_literal(host: str) -> bool:
 def listening_place(host: str, port: int) -> dict[str, Any]:
     """Return the arguments of `create_server` for an address; `::` takes IPv4 too. Raises `OSError`."""
     if host != "::":
+        try:
+            host.encode("idna")
+        except UnicodeError as error:
+            raise OSError(errno.EADDRNOTAVAIL, "its host can be no name") from error
         return {"host": host, "port": port, "reuse_address": True}
     sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     try:

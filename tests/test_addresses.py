@@ -68,3 +68,10 @@ async def test_the_unspecified_address_of_ipv6_takes_both_families(host: str, fa
             found += 1
     assert found == families
     server.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "a..b", ".a"])
+def test_a_host_that_can_be_no_name_is_an_error_of_the_address(host: str) -> None:
+    """It was a traceback of the codec of names."""
+    with pytest.raises(OSError, match="no name"):
+        listening_place(host, 0)
