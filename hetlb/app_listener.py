@@ -29,7 +29,7 @@ _BACKLOG_CONNECTIONS: Final = 2048
 
 
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """Log of aiohttp's server, without a traceback for each request that is none."""
+    """Log of aiohttp's server, with no traceback for bytes that are no request."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
         if isinstance(exc_info, HttpProcessingError) and exc_info.code < 500:
@@ -128,7 +128,7 @@ class AppListener:
     async def _count(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Know which connections have a request, and have its body before it is looked at."""
+        """Track the connections with a request. A body is whole before its handler runs."""
         transport = request.transport
         if transport is None:
             return await handler(request)

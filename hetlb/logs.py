@@ -176,7 +176,7 @@ _STDERR = 2
 
 
 class LogHandler(logging.Handler):
-    """Python's own log through a `LogWriter`: writers do not wait for readers."""
+    """Python's own log through a `LogWriter`, so that no writer waits for a slow reader."""
 
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> float:
-    """Return the percentile of ascending (value, count) pairs, each value standing there `count` times.
+    """Return the percentile of ascending (value, count) pairs; a pair stands for `count` equal values.
 
     Between two values it is on the line between them, as numpy has it.
     """

@@ -42,7 +42,7 @@ class Listeners:
         return found
 
     def only(self, main: Iterable[socket.socket] = (), admin: Iterable[socket.socket] = ()) -> Listeners:
-        """Close all but these of them."""
+        """Close all sockets but these."""
         kept = Listeners(tuple(main), tuple(admin))
         for each in {*self.main, *self.admin}.difference(kept.main, kept.admin):
             each.close()

@@ -15,7 +15,7 @@ _FORCED_EXIT_S: Final = 10.0
 
 
 def end(task: asyncio.Task[Any], attempts: int = _ATTEMPTS) -> None:
-    """Cancel a task, again and again while it goes on; returns at once."""
+    """Cancel a task, again until it ends; return at once."""
     if task.done():
         return
     if not attempts:
@@ -26,7 +26,7 @@ def end(task: asyncio.Task[Any], attempts: int = _ATTEMPTS) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and return when each has ended, whatever with; one that goes on for long is logged."""
+    """Cancel tasks and return once all have ended, with any result; log one that goes on for long."""
     left = {task for task in tasks if not task.done()}
     for _ in range(_ATTEMPTS):
         if not left:

@@ -43,7 +43,7 @@ class Turns:
         self._running = False
 
     def begin(self) -> float:
-        """End of a turn that begins now, for `over`."""
+        """Begin a turn; return its end for `over`."""
         return _now() + TURN_S
 
     def over(self, end: float) -> bool:

@@ -245,7 +245,7 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
 
 
 def _lowered(step: str) -> str:
-    """Return a sentence of `hetlb status` as the end of a line."""
+    """Return a sentence of `hetlb status` in the form of the end of a line."""
     return step[:1].lower() + step[1:].removesuffix(".")
 
 

@@ -89,7 +89,7 @@ class EngineFacts:
 
     @property
     def is_no_engine(self) -> bool:
-        """Return whether it answers as no engine does: no figures, no models, no version."""
+        """Return True if it answers unlike any engine: no figures, no models, no version."""
         asks = self.models_status in (401, 403) or self.models_status >= 500
         return not (self.trouble or asks or self.entries or self.table or self.version or not self.health)
 
@@ -225,7 +225,7 @@ def _alike(one: EngineFacts, other: EngineFacts) -> bool:
 
 
 async def _one_process(one: EngineFacts, other: EngineFacts) -> bool:
-    """Return whether the CPU seconds of two servers, read in turns, fit one process.
+    """Return True if the CPU seconds of two servers, read in turns, fit one process.
 
     Two servers of one script may have begun within one tick of the clock.
     """

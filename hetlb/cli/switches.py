@@ -75,7 +75,7 @@ def _instance(client: AdminClient, name: str) -> dict[str, Any]:
 
 
 def _done(command: str, found: dict[str, Any]) -> bool:
-    """Return whether the condition that `--wait` waits for holds."""
+    """Return True if the condition of `--wait` holds."""
     if command == "ready":
         return (found["state"], found["health"]) == ("ready", "up")
     return (found["in_flight"], found["queued"]) == (0, 0)

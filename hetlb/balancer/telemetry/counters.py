@@ -182,7 +182,7 @@ class Totals:
         self.instances[name].ended(outcome)
 
     def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
-        """Note that an answer continues elsewhere: its lease ended, with a part of it."""
+        """Note that an answer continues at another instance, after a part of it came from this lease."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
         self.instances[lease.instance].ended(outcome, lease.output_tokens)

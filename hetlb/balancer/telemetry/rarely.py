@@ -14,7 +14,7 @@ _EVERY_S = 10.0
 
 
 class Rarely:
-    """Log of events that a stranger can cause at will: one line in ten seconds, with the number left out."""
+    """Log of events that a stranger can cause: a line in ten seconds, with the number of omitted ones."""
 
     def __init__(self) -> None:
         self._told_at = -math.inf

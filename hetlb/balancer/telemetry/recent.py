@@ -47,7 +47,7 @@ def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
 
 
 class InstanceShare:
-    """Requests of one instance: all that ended, failures by its doing, and their tokens."""
+    """Requests of one instance: all that ended, the failures that it caused, and their tokens."""
 
     __slots__ = ("ended", "failed", "output_tokens", "prompt_tokens")
 
@@ -96,7 +96,7 @@ def _count(counts: dict[int, int], seconds: float) -> None:
 
 
 def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
-    """Return the seconds in the middle of each step and how often they were, in order."""
+    """Return the seconds at the middle of each step with the number of values there, in order."""
     return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 
@@ -192,7 +192,7 @@ class Recent:
                 del self.points[:KEPT_POINTS]
 
     def sample(self, scheduler: Scheduler, now: float) -> None:
-        """Keep how things stand now, of the first instances alone, and look at the paces of all."""
+        """Keep a sample of queue and load, of the first instances alone, and look at the paces of all."""
         paces, self._paces = self._paces, {}
         for each in scheduler.instances:
             pace = paces.get(each.name)
@@ -216,7 +216,7 @@ class Recent:
             self.stretch(number).levels = levels
 
     def take_samples(self, other: Recent) -> None:
-        """Take over how things stood, and the paces, from the requests of another."""
+        """Take over the samples of queue and load, and the paces, of another process. Counts stay."""
         self._paces = other._paces
         for number, stretch in other.stretches.items():
             self.stretch(number).levels = stretch.levels

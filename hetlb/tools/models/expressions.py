@@ -47,7 +47,7 @@ class Expression:
 
 
 def _check(nodes: Iterable[Any], depth: int) -> None:
-    """Raise `ValueError` for what is not read."""
+    """Raise `ValueError` for a part of an expression that `Expression` does not support."""
     for code, value in nodes:
         if code in _REPEATS:
             if depth == _MAX_DEPTH:
