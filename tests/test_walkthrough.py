@@ -299,7 +299,11 @@ fi
         "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
         "hetlb rent --config market.yaml --no-simulate --json > plan.json\n",
-        {"--replan plan.json": "--no-simulate --time-limit 20 --replan plan.json"},
+        {
+            "--replan plan.json": "--no-simulate --time-limit 20 --replan plan.json",
+            # Beside load the same plan is found, later.
+            "llama-8b.yaml --write-fleet": "llama-8b.yaml --time-limit 600 --write-fleet",
+        },
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(
