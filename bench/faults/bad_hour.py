@@ -253,7 +253,8 @@ class Proxy:
         for _ in range(600):
             await asyncio.sleep(0.05)
             with suppress(OSError):
-                (await asyncio.open_connection("127.0.0.1", self.port))[1].close()
+                for port in (self.port, self.admin):
+                    (await asyncio.open_connection("127.0.0.1", port))[1].close()
                 break
         await asyncio.sleep(0.5)
         return self

@@ -403,8 +403,9 @@ def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() ->
     one.evidence.answers.odd_at = fleet.now
     fleet.scheduler.fleet.account().judge(one, fleet.now)
     found = fleet.look()
-    assert causes(found) == [("wrong_answers", "a"), ("key_refused", "b")]
-    assert "a answered 4 of its last 4 requests wrong; the other servers did not" in found["advice"]
+    assert causes(found) == [("key_refused", "b"), ("wrong_answers", "a")]
+    sentences = [each["sentence"] for each in found["causes"]]
+    assert "a answered 4 of its last 4 requests wrong; the other servers did not" in sentences
     assert found["advice"].endswith("And 1 more: see causes.")
 
 

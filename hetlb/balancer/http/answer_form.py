@@ -22,6 +22,8 @@ WRONG: Final = 2
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Finish reasons of engines that gave up.
 _GIVEN_UP: Final = (b"error", b"abort")
+#: Finish reasons of a text that has begun; tokens may be hidden, so that only their number tells.
+_CUT: Final = (b"length", b"content_filter")
 #: Tokens of an answer that is short, if it could have been longer.
 _SHORT_TOKENS: Final = 2
 _SHORT_CHARACTERS: Final = 24
@@ -97,12 +99,11 @@ def form_of_stream(
     kinds = set(filter(None, texts))
     if events > _MANY and len(texts) > 2 and len(kinds) == 1 and len(said) <= len(texts) * _SAME_CHARACTERS:
         odd = True
-    elif finish != b"stop" or may_be_short:
+    elif may_be_short:
         return GOOD
     else:
         count = len([each for each in texts if each]) if tokens is None else tokens
-        short = count <= _SHORT_TOKENS and len(said) <= _SHORT_CHARACTERS
-        odd = short or not said.strip()
+        odd = _is_odd(finish, count <= _SHORT_TOKENS, said)
     return ODD if odd and not _says_more(sample) else GOOD
 
 
@@ -122,10 +123,17 @@ def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
     begin = b"" if text is None else text[1]
     if begin[:12] == b"\\u0000\\u0000" or (len(begin) >= _MANY and begin == begin[:1] * len(begin)):
         return ODD
-    if finish != b"stop" or may_be_short:
+    if may_be_short:
         return GOOD
-    few = tokens is not None and tokens <= _SHORT_TOKENS and len(begin) <= _SHORT_CHARACTERS
-    return ODD if (few or not begin.strip()) and not _says_more(body) else GOOD
+    odd = _is_odd(finish, tokens is not None and tokens <= _SHORT_TOKENS, begin)
+    return ODD if odd and not _says_more(body) else GOOD
+
+
+def _is_odd(finish: bytes, few: bool, said: bytes) -> bool:
+    """Return True if an answer of a `few` tokens or no text is odd for its finish reason."""
+    if finish == b"stop":
+        return (few and len(said) <= _SHORT_CHARACTERS) or not said.strip()
+    return few and finish in _CUT and not said.strip()
 
 
 def _says_more(answer: bytes) -> bool:
