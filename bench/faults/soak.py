@@ -67,7 +67,7 @@ BROKEN = {
 #: Modes whose request may be sent three times: to two other engines, or again to its first one, whose idle
 #: connection may have been closed before. Others are sent twice.
 THRICE = {"400", "close", "reset"}
-#: The project's bound: growth after the warm-up, MiB for 100,000 requests.
+#: The project's bound: growth in MiB for 100,000 requests, and in the second half of ten minutes.
 BOUND_MIB = 1.0
 TABLES: dict[str, Any] = {
     "policy": {"name": "hetlb"},
@@ -334,6 +334,9 @@ async def soak(minutes: float, warm_up: int, seed: int, at_once: int, folder: Pa
     # While what is kept of the last requests fills, growth says nothing.
     if warmed == warm_up and growth["low"] > 0 and growth["mib_per_100k_requests"] > BOUND_MIB:
         wrong.append(f"memory grows by {growth['mib_per_100k_requests']:.2f} MiB for 100,000 requests")
+    half = samples.second_half()
+    if minutes >= 10 and half["end_mib"] - half["middle_mib"] > BOUND_MIB:
+        wrong.append(f"memory grows by {half['end_mib'] - half['middle_mib']:.2f} MiB in the second half")
     let_go = sorted(tally.let_go_s)
     return {
         "recorded": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -348,7 +351,7 @@ async def soak(minutes: float, warm_up: int, seed: int, at_once: int, folder: Pa
         "outcomes": dict(ended.most_common()),
         "reloads": tally.reloads,
         "engines_killed": tally.kills,
-        "memory": {**growth, **samples.second_half()},
+        "memory": {**growth, **half},
         "descriptors": {"before": samples.descriptors[0], "most": max(samples.descriptors)},
         "engine_let_go_ms": {
             "count": len(let_go),
