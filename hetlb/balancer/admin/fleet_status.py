@@ -112,7 +112,7 @@ def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
 
 
 def _rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
 
 
 def status(
