@@ -226,7 +226,7 @@ def test_what_a_wrong_profile_misplaced_is_replayed_to_its_new_places() -> None:
     scheduler = RecordingScheduler(setup, write=lines.append)
     leases = [
         dispatched(scheduler.on_arrival(request(i, prompt=2048, max_tokens=50, streamed=True), 0.0))
-        for i in range(40)
+        for i in range(16)
     ]
     now = FAST.prefill_s(2048)
     scheduler.on_first_token(next(each for each in leases if each.instance == "a"), now)

@@ -330,11 +330,11 @@ def test_in_a_burst_long_prompts_go_to_the_fast_one_and_short_ones_beside_it() -
     """As many again as wait are delayed by each prompt that is read: more by a long one on the slow one."""
     fleet = [spec("a", capacity=capacity(256)), spec("b", slower=2.0, capacity=capacity(256))]
     scheduler = make_scheduler(fleet, "hetlb")
-    prompts = [request(i, prompt=4000 if i % 4 == 0 else 200) for i in range(160)]
+    prompts = [request(i, prompt=1000 if i % 4 == 0 else 50) for i in range(100)]
     leases = [dispatched(scheduler.on_arrival(each, 0.0)) for each in prompts]
     slow = [lease.request.prompt_tokens for lease in leases if lease.instance == "b"]
-    assert slow.count(200) > 160 / 4
-    assert slow.count(4000) < slow.count(200) / 6
+    assert slow.count(50) > 100 / 4
+    assert slow.count(1000) < slow.count(50) / 6
 
 
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
@@ -348,14 +348,12 @@ def test_without_a_profile_each_first_token_lets_three_more_requests_run(shows: 
     ]
     assert len(leases) == 3
     if shows == "a first token":
-        scheduler.on_first_token(leases[0], 0.5)
-        assert len(placed(scheduler.on_tick(0.75))) == 3
-        scheduler.on_first_token(leases[1], 0.75)
-        assert len(placed(scheduler.on_tick(1.0))) == 3
+        assert len(placed(scheduler.on_first_token(leases[0], 0.5))) == 3
+        assert len(placed(scheduler.on_first_token(leases[1], 0.75))) == 3
     elif shows == "an answer":
         leases[0].output_tokens = 1
-        scheduler.on_first_token(leases[0], 0.5)
-        assert len(placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))) == 4
+        assert len(placed(scheduler.on_first_token(leases[0], 0.5))) == 3
+        assert len(placed(scheduler.on_lease_ended(leases[0], Outcome.OK, 0.5))) == 1
     else:
         assert len(placed(scheduler.on_tick(5.0))) == 2
         assert len(placed(scheduler.on_tick(10.0))) == 1
@@ -377,8 +375,7 @@ def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
     heapq.heapify(due)
     while due:
         now, _, lease = heapq.heappop(due)
-        scheduler.on_first_token(lease, now)
-        for each in placed(scheduler.on_tick(now)):
+        for each in placed(scheduler.on_first_token(lease, now)):
             found.append(each.instance)
             heapq.heappush(due, (now + first_s[each.instance], each.id, each))
     assert len(found) == 160
@@ -408,9 +405,9 @@ def test_a_lone_user_finds_the_fastest_of_four_without_profiles_at_once(order: t
 
 def test_an_engine_that_tells_nothing_is_not_full_by_an_assumed_cache() -> None:
     """An engine with a page, and no size there, is."""
-    sent = []
+    sent, passes = [], Capacity(max_num_batched_tokens=65_536)
     for told in (False, True):
-        scheduler = make_scheduler([InstanceSpec("a", MODEL, latency=FAST)], "hetlb")
+        scheduler = make_scheduler([InstanceSpec("a", MODEL, latency=FAST, capacity=passes)], "hetlb")
         if told:
             scheduler.on_scrape("a", EngineSample(running=0, waiting=0), 0.0)
         commands = [scheduler.on_arrival(request(i, prompt=2000), 0.0) for i in range(200)]

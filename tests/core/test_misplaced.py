@@ -12,8 +12,8 @@ from hetlb.balancer.core.types import Capacity, Dispatch, Lease
 from hetlb.options.peers.lease_wire import booked
 from hetlb.tools.sim.integrity import check_scheduler
 
-#: A burst of prompts of a whole iteration each.
-PROMPTS, TOKENS = 40, 2048
+#: A burst of prompts of a whole iteration each: no more than engines may have ahead.
+PROMPTS, TOKENS = 16, 2048
 CAPACITY = Capacity(kv_cache_tokens=10**6, max_num_seqs=64, max_num_batched_tokens=TOKENS)
 
 

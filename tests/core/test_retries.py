@@ -366,8 +366,7 @@ def test_a_first_token_frees_a_place_in_the_budget_of_retries() -> None:
     again = [dispatched(drops(scheduler, lease)) for lease in leases[:3]]
     assert drops(scheduler, leases[3]) == []
     assert 3 in scheduler.queue
-    scheduler.on_first_token(again[0], 0.3)
-    assert dispatched(scheduler.on_tick(0.4)).request.id == 3
+    assert dispatched(scheduler.on_first_token(again[0], 0.3)).request.id == 3
     scheduler.on_lease_ended(again[1], Outcome.CLIENT_GONE, 0.5)
     assert dispatched(drops(scheduler, leases[4], 0.6)).request.id == 4
     assert drops(scheduler, leases[5], 0.7) == []

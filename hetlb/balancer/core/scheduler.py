@@ -202,9 +202,10 @@ class Scheduler:
         if retries.leases:  # another instance answers: the retry is an ordinary lease now
             retries.leases.discard(lease.id)
             self.failover.answered_elsewhere(lease.request)
+        commands: list[Command] = []
         if instance.evidence.health.on_answering():
-            return self.fleet.health_changed(instance, now)
-        return []
+            commands = self.fleet.health_changed(instance, now)
+        return commands + self.backlog.flush(now) if self.queue.held else commands
 
     def on_lease_ended(
         self,

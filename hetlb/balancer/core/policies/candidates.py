@@ -11,6 +11,7 @@ from hetlb.balancer.core.policies.sight import (
     NO_MEMORY,
     NO_SLOT,
     ROOM,
+    UNREAD,
     SchedulingContext,
     Sight,
 )
@@ -45,6 +46,8 @@ def _reason(ctx: SchedulingContext, each: Sight) -> str:
     if state == NO_SLOT:
         few = "" if each.instance.explored else ", few until its speed is known"
         return f"{FULL}: every slot is taken{few}"
+    if state == UNREAD:
+        return f"{FULL}: it has more prompts to read than it reads soon"
     if state == NO_MEMORY:
         return f"{FULL}: its KV cache would not hold it beside what is expected in use"
     if state == KEPT_FREE:

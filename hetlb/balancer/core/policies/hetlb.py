@@ -1,6 +1,7 @@
 """`hetlb`, the default policy: late binding to the instance with the least cost in time for all requests.
 
-1. Room: an instance has a free slot, and its KV cache, as expected in use, holds the request.
+1. Room: an instance has a free slot, and its KV cache, as expected in use, holds the request. While all
+   instances have work, one with many prompts to read takes no more: see `unread`.
 2. Score: the sum of `TERMS`, each in seconds times its weight: the time of the request there, the
    delay of requests running there (the externality), the delay of prompts that come there later.
 3. Hold: a slower instance is passed over if a faster, full one has the better score, its wait until the
@@ -31,6 +32,7 @@ from hetlb.balancer.core.policies.guesses import precedes, worth_a_try
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
 from hetlb.balancer.core.policies.together import keep_together, most_cached
+from hetlb.balancer.core.policies.unread import leave_unread
 from hetlb.balancer.core.types import Candidate
 
 #: Least share of the faster instances' speed left for waiting requests, at any arrival rate
@@ -63,6 +65,8 @@ class Evaluation:
         # Room.
         ctx, instances, costs = self._ctx, self.instances, self.fleet.costs
         self.sights = sights = [Sight(ctx, instances[i], costs[i], i) for i in self.fleet.order]
+        if hold:
+            leave_unread(ctx, sights)
         full: Sight | None = None
         speed = 0.0
         for each in sights:

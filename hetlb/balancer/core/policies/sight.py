@@ -25,6 +25,7 @@ RESTRAINED: Final = 2
 KEPT_FREE: Final = 3
 NO_SLOT: Final = 4
 NO_MEMORY: Final = 5
+UNREAD: Final = 6
 #: Largest share of its time that an engine is taken to spend on prompts to come.
 MOST_PREFILL_SHARE: Final = 0.9
 #: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is

@@ -1,0 +1,54 @@
+"""Prompts that no engine reads soon wait at the proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from helpers import dispatched, make_scheduler, request, spec
+
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease
+
+CAPACITY = Capacity(kv_cache_tokens=10**6, max_num_seqs=256, max_num_batched_tokens=2048)
+
+
+def placed(commands: Iterable[object]) -> list[Lease]:
+    return [command.lease for command in commands if isinstance(command, Dispatch)]
+
+
+def filled(*names: str) -> tuple[Scheduler, list[Lease]]:
+    """Equal engines, and prompts of an iteration each until one waits."""
+    scheduler = make_scheduler([spec(name, capacity=CAPACITY) for name in names], "hetlb")
+    leases: list[Lease] = []
+    for number in range(100):
+        sent = placed(scheduler.on_arrival(request(number, prompt=2048, streamed=True), 0.0))
+        if not sent:
+            return scheduler, leases
+        leases += sent
+    raise AssertionError("expected a prompt to wait")
+
+
+def test_a_prompt_waits_while_each_engine_has_many_to_read_and_short_ones_go_first() -> None:
+    scheduler, leases = filled("a", "b")
+    assert len(leases) == 2 * 16
+    assert placed(scheduler.on_arrival(request(1000, prompt=1000, streamed=True), 0.1)) == []
+    assert dispatched(scheduler.on_first_token(leases[0], 0.2)).request.id == 1000
+    assert dispatched(scheduler.on_first_token(leases[1], 0.3)).request.id == len(leases)
+
+
+def test_a_prompt_longer_than_an_engine_may_have_ahead_waits_for_its_own_length_alone() -> None:
+    scheduler, leases = filled("a")
+    scheduler.on_cancelled(len(leases), 0.0)
+    sent = placed(scheduler.on_arrival(request(1000, prompt=100_000, streamed=True), 0.1))
+    assert [lease.request.id for lease in sent] == [1000]
+
+
+def test_an_idle_engine_leaves_the_decision_as_it_was() -> None:
+    """A prompt goes to a faster one that has many to read, as the idle one would answer later."""
+    fleet = [spec("a", capacity=CAPACITY), spec("b", slower=100.0, capacity=CAPACITY)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    sent = [
+        dispatched(scheduler.on_arrival(request(number, prompt=2048, streamed=True), 0.0))
+        for number in range(20)
+    ]
+    assert {lease.instance for lease in sent} == {"a"}
