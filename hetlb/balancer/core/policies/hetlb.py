@@ -65,11 +65,9 @@ class Evaluation:
         # Room.
         ctx, instances, costs = self._ctx, self.instances, self.fleet.costs
         self.sights = sights = [Sight(ctx, instances[i], costs[i], i) for i in self.fleet.order]
-        if hold:
-            leave_unread(ctx, sights)
         full: Sight | None = None
         speed = 0.0
-        for each in sights:
+        for each in leave_unread(ctx, sights, hold):
             each.faster, speed = speed, speed + each.speed
             if full is None and each.state >= KEPT_FREE:
                 full = each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from hetlb.balancer.core.policies.sight import ROOM, UNREAD, SchedulingContext, Sight
@@ -12,18 +11,19 @@ from hetlb.balancer.core.policies.sight import ROOM, UNREAD, SchedulingContext, 
 _ITERATIONS: Final = 16.0
 
 
-def leave_unread(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
-    """Take no more prompts for instances that have many to read, while each instance has work.
+def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> list[Sight]:
+    """Return the sights. With `hold` one with many prompts to read takes no more, while each has work.
 
     A prompt longer than what they may have ahead goes where no more than its own length is unread. One that
     is mostly cached goes to its cache.
     """
     for each in sights:
-        if each.state == ROOM and each.seen.empty:
-            return
+        if not hold or (each.state == ROOM and each.seen.empty):
+            return sights
     for each in sights:
         unread, most = each.seen.unread, _ITERATIONS * each.load.budget
         if each.state == ROOM and unread + unread > most:
             new = ctx.prompts * (ctx.prompt - each.cached)
             if unread > new and unread > most - new and each.cached <= new:
                 each.state = UNREAD
+    return sights
