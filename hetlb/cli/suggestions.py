@@ -7,12 +7,12 @@ import difflib
 import re
 from collections.abc import Collection
 
-#: Flags of what is given without one, by a pattern.
-_FLAGS_OF = {
-    r"https?://": ("--instance", "--admin", "--url"),
-    r".*\.ya?ml$": ("--config",),
-    r".*\.(csv|jsonl?)$": ("--trace",),
-}
+#: Flags of what is given without one, by how it begins or ends.
+_FLAGS_OF = (
+    (("http://", "https://"), (), ("--instance", "--admin", "--url")),
+    ((), (".yaml", ".yml"), ("--config",)),
+    ((), (".csv", ".json", ".jsonl"), ("--trace",)),
+)
 
 
 def suggestion(message: str, arguments: Collection[argparse.Action]) -> str:
@@ -23,8 +23,9 @@ def suggestion(message: str, arguments: Collection[argparse.Action]) -> str:
     elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):
         found = difflib.get_close_matches(wrong[1], sorted(flags), n=1)
     elif wrong := re.match(r"unrecognized arguments: (\S+)", message):
-        meant = [own for pattern, own in _FLAGS_OF.items() if re.match(pattern, wrong[1])]
-        found = [f"{flag} {wrong[1]}" for own in meant for flag in own if flag in flags]
+        given = wrong[1]
+        meant = [own for begins, ends, own in _FLAGS_OF if given.startswith(begins) or given.endswith(ends)]
+        found = [f"{flag} {given}" for own in meant for flag in own if flag in flags]
     else:
         found = []
     return f"; did you mean {found[0]}?" if found else ""

@@ -275,7 +275,7 @@ async def test_the_event_log_replays_to_the_same_decisions(tmp_path: Path) -> No
         await asyncio.gather(*(made.ask(stream=n % 2 == 0) for n in range(60)))
     with log.open() as lines:
         facts = list(Replay(lines, HandOvers))
-    assert sum(len([c for c in fact.raw["out"] if c[0] == "dispatch"]) for fact in facts) == 60
+    assert sum(len([c for c in fact.recorded if c[0] == "dispatch"]) for fact in facts) == 60
     assert all(fact.same for fact in facts)
 
 

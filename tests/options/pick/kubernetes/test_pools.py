@@ -39,7 +39,7 @@ async def test_the_fleet_and_its_objectives_may_be_an_inference_pool(tmp_path: P
             await turns_until(lambda: state.objectives == {"critical": 9, "batch": -1})
             await pools.put(pool("qwen", {"app": f"v{engines[1].port}"}, engines[1].port))
             await turns_until(lambda: [each.name for each in made.picker.scheduler.instances] == ["p1"])
-            await turns_until(made.picker.routable)
+            await turns_until(made.picker.availability.routable)
             channel = await stack.enter_async_context(insecure(made))
             gateway = Gateway(channel)
             call = await gateway.open()
