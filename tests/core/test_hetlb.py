@@ -262,7 +262,7 @@ def test_no_request_waits_for_ever_and_all_is_given_back(
             break
         lease = running.pop(0)
         now += 0.5
-        scheduler.on_first_token(lease, now)
+        take(scheduler.on_first_token(lease, now))  # type: ignore[arg-type]
         lease.output_tokens = lease.request.max_tokens or 1
         now += 0.5
         take(scheduler.on_lease_ended(lease, Outcome.OK, now))  # type: ignore[arg-type]
