@@ -152,7 +152,7 @@ def draw(board: Path, picture: Path, url: str, begin: float, end: float) -> None
 
 def main(folder: Path, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        fleet, load = Fleet(Path(scratch)), None
+        fleet = Fleet(Path(scratch))
         slowly = ("--time-scale", str(TIME_SCALE))
         urls = {name: fleet.start_engine(name, profile, 0, *slowly) for name, profile in ENGINES.items()}
         instances = [{"name": name, "url": url, "max_num_seqs": 22} for name, url in urls.items()]
@@ -163,13 +163,9 @@ def main(folder: Path, seconds: float) -> None:
             trace(Path(scratch, "trace.csv"), seconds)
             with prometheus(Path(scratch), fleet.admin) as url:
                 begin = float(int(time.time()))
-                load = subprocess.Popen(
-                    [
-                        sys.executable, "-m", "hetlb", "bench", "--url", fleet.url, "--request-rate", "trace",
-                        "--trace", f"{scratch}/trace.csv", "--config", f"{scratch}/fleet.yaml",
-                        "--tenant-header", "x-team", "--disable-tqdm",
-                    ],
-                    stdout=subprocess.DEVNULL,
+                fleet.load(
+                    "--request-rate", "trace", "--trace", f"{scratch}/trace.csv",
+                    "--config", f"{scratch}/fleet.yaml", "--tenant-header", "x-team",
                 )  # fmt: skip
                 dies, port = list(ENGINES)[-1], urllib.parse.urlsplit(urls[list(ENGINES)[-1]]).port or 0
                 time.sleep(DEAD[0] * seconds)
@@ -180,9 +176,6 @@ def main(folder: Path, seconds: float) -> None:
                 for board in sorted((ROOT / "configs" / "grafana").glob("*.json")):
                     draw(board, folder / f"board-{board.stem}.png", url, begin, time.time())
         finally:
-            if load is not None:
-                load.kill()
-                load.wait()
             fleet.close()
 
 

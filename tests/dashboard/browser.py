@@ -131,6 +131,14 @@ class Fleet:
         assert " ready on " in line, (line, (self._folder / f"{name}.log").read_text())
         return [word.strip("()\n") for word in line.split() if word.startswith("http://")]
 
+    def load(self, *flags: str) -> None:
+        """Let clients ask the proxy, as `hetlb bench` with these flags, until the fleet is closed."""
+        with (self._folder / "load.log").open("a") as log:
+            self._processes["load"] = subprocess.Popen(
+                [sys.executable, "-m", "hetlb", "bench", "--url", self.url, "--disable-tqdm", *flags],
+                stdout=log, stderr=log, text=True,
+            )  # fmt: skip
+
     def kill(self, name: str) -> None:
         """End a process at once."""
         process = self._processes.pop(name)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -59,18 +57,13 @@ def terminal(admin: str, path: Path) -> None:
 def main(folder: Path, seen_ms: int) -> None:
     with tempfile.TemporaryDirectory() as scratch, launched() as browser:
         fleet = Fleet(Path(scratch))
-        load = None
         try:
             slowly = ("--time-scale", str(TIME_SCALE))
             urls = {name: fleet.start_engine(name, profile, 0, *slowly) for name, profile in ENGINES.items()}
             fleet.serve(urls, profiles=False, proxy={"request_log": False})
-            load = subprocess.Popen(
-                [
-                    sys.executable, "-m", "hetlb", "bench", "--url", fleet.url, "--request-rate", str(RATE),
-                    "--trace", str(PROFILES / "trace.csv"), "--num-prompts", str(REQUESTS), "--disable-tqdm",
-                ],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+            fleet.load(
+                "--request-rate", str(RATE), "--trace", str(PROFILES / "trace.csv"),
+                "--num-prompts", str(REQUESTS),
             )  # fmt: skip
             for scheme in ("light", "dark"):
                 look = Look(browser, f"{fleet.admin}/", color_scheme=scheme).live()
@@ -89,9 +82,6 @@ def main(folder: Path, seen_ms: int) -> None:
                 look.close()
                 assert look.errors == []
         finally:
-            if load is not None:
-                load.kill()
-                load.wait()
             fleet.close()
 
 

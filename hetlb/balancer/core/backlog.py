@@ -164,7 +164,7 @@ class Backlog:
             # The rest of an answer was lost by all it was at: like a new request it may go back there.
             known = self._retries.attempts.get(request.id)
             if known is not None and known.tried and not placement.able(request, ready, now).instances:
-                if known.runs != known.turned_away:
+                if known.may_have_run:
                     waits = waited_s < queue.limits.no_instance_timeout_s
                     waits = waits and placement.may_come(request, ready)
                     return None if waits else self.give_up(request, unsent=False)

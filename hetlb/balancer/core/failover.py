@@ -236,7 +236,7 @@ class Failover:
         attempts.drops += sent
         if not sent:
             attempts.unreached.append(lease.instance)
-        unsent = not sent and attempts.runs == attempts.turned_away
+        unsent = not attempts.may_have_run
         ready, placement = self._fleet.ready.get(request.model), self._placement
         # Dropped twice: the request itself may be what kills engines.
         if attempts.drops <= 1 and attempts.runs <= MOST_MOVES and ready is not None:

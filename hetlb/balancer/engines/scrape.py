@@ -505,14 +505,15 @@ class EngineWatch:
 
     def _page_of(self, name: str, seen: Looked) -> NextPage | HistoryPage:
         """Return a page to be fed. The first one of an instance of unknown speed tells its history."""
-        instance = self._scheduler.fleet.instances.get(name)
-        if seen.page is not None:
-            return NextPage(seen.page)
-        if instance is None or instance.profiled or instance.speed.seen or instance.sample is not None:
-            return NextPage(LastPage())
-        from hetlb.balancer.engines.engine_history import HistoryPage
+        if seen.page is None:
+            instance = self._scheduler.fleet.instances.get(name)
+            known = instance is None or instance.profiled or instance.speed.seen
+            if instance is not None and not known and instance.sample is None:
+                from hetlb.balancer.engines.engine_history import HistoryPage
 
-        return HistoryPage()
+                return HistoryPage()
+            seen.page = LastPage()
+        return NextPage(seen.page)
 
     async def _accepts_work(self, name: str) -> bool:
         """Return True if a server takes hetlb's key for a chat; the one sent is empty, which it refuses."""

@@ -136,7 +136,7 @@ class Plain(Attempt):
         if not record.resumed:  # else the first one's time stays
             record.dispatched_at = dispatched_at
         self.exchange.enter(states.DISPATCHED, dispatched_at)
-        # What was dropped once is sent to its next engine once: a new connection is never idle for too long.
+        # After a drop it is sent once, on a new connection: a reused one may be closed and cost a send.
         self.send(fresh=self.exchange.dropped != "")
 
     def send(self, *, fresh: bool = False) -> None:

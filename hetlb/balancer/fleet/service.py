@@ -496,10 +496,8 @@ class Service(FleetService):
 
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
-        hurried, self._hurry = (
-            self._hurry,
-            self._hurry or hurry or self._stop.is_set() or self.availability.stopping,
-        )
+        hurried = self._hurry
+        self._hurry = hurried or hurry or self._stop.is_set() or self.availability.stopping
         tell(
             logger,
             Event.STOPPING,

@@ -14,7 +14,7 @@ from typing import Any, Final
 from hetlb.errors import ConfigError
 
 #: Names of the tables of encoders, and spellings of their sizes; the first that is there counts.
-_TABLES: Final = re.compile(r"(vision|visual|vit|audio|speech|sound)\w*_config|vision_config")
+_TABLES: Final = re.compile(r"(vision|visual|vit|audio|speech|sound)\w*_config")
 _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "layers": (
         "depth",

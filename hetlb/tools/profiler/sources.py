@@ -262,7 +262,7 @@ class Roofline:
         idle = model.embedding_parameters + model.encoder_parameters
         read = model.weight_bytes - model.expert_bytes - ACTIVATION_BYTES * idle
         held = read * (1.0 + copied * (degree - 1.0) / max(1.0, body + head)) / degree
-        # What a product yields is written, and read by the next kernel.
+        # Each kernel writes the values of its product, which the next one reads.
         written_s = tokens * (body / degree) / model.width * ACTIVATION_BYTES / self._bytes_s
         return max(products_s / self.flops_efficiency, held / self._bytes_s) + written_s
 

@@ -37,6 +37,11 @@ class Attempts:
         #: another one answers.
         self.failures: list[tuple[Instance, Lease, int, float]] = []
 
+    @property
+    def may_have_run(self) -> bool:
+        """True if some engine may have run it: not every one that it reached refused it."""
+        return self.runs != self.turned_away
+
 
 @mypyc_attr(acyclic=True)
 class Retries:
