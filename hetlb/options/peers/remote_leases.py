@@ -42,6 +42,8 @@ class RemoteLeases:
                     lease = scheduler.restore(live, now, own=False, arrived=self._arrived)
                     if lease is not None:
                         leases[change.number] = lease
+                elif change.begun and leases[change.number].first_token_at is None:
+                    later.append(WireBegun(change.number))
             elif isinstance(change, WireBegun | WireEnded):
                 later.append(change)
         for each in later:
@@ -60,9 +62,17 @@ class RemoteLeases:
 
     def gone(self, process: str, now: float) -> list[Command]:
         """End the leases of a process that ended; they count against no instance."""
+        commands = self.end(process, list(self.of.get(process, ())), now)
+        self.of.pop(process, None)
+        return commands
+
+    def end(self, process: str, numbers: Iterable[LeaseId], now: float) -> list[Command]:
+        """End some leases of a process; they count against no instance."""
         commands: list[Command] = []
-        for lease in self.of.pop(process, {}).values():
-            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        leases = self.of.get(process, {})
+        for number in numbers:
+            if (lease := leases.pop(number, None)) is not None:
+                commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
         return commands
 
     def copy(self, request: Request | RequestFacts) -> Request:

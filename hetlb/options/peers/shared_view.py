@@ -22,7 +22,7 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.queue import WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Command, Outcome, Request
+from hetlb.balancer.core.types import Command, LeaseId, Outcome, Request
 from hetlb.options.peers.lease_wire import LeaseJournal, WireBooked, WireChange, WireWaiting, live
 from hetlb.options.peers.remote_leases import RemoteLeases
 
@@ -50,6 +50,8 @@ class SharedView:
         self.journal = LeaseJournal()
         scheduler.ledger.subscribe(self.journal)
         self._remote = RemoteLeases(scheduler, arrived=True)
+        #: Leases of peers that are not part of a state, of which the end has not come yet.
+        self._stale: dict[str, set[LeaseId]] = {}
         #: Waiting requests at each peer, with the time of the news, and at this process when it said so last.
         self._waits: dict[str, tuple[WireWaiting, float]] = {}
         self._said: tuple[dict[str, int], int, dict[str, float]] = {}, 0, {}
@@ -94,24 +96,34 @@ class SharedView:
 
     def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
         """Take over a peer's changes; return the commands for this scheduler's own requests."""
-        waits = None
+        waits, stale = None, self._stale.get(peer)
         for change in changes:
             if isinstance(change, WireBooked):
                 self._heard(now)
+                if stale is not None:
+                    stale.discard(change.number)
             elif isinstance(change, WireWaiting):
                 waits = change
         commands = self._remote.receive(peer, changes, now)
         if waits is not None:
+            if stale is not None:
+                del self._stale[peer]
+                commands += self._remote.end(peer, stale, now)
             self._waits[peer] = waits, now
             commands += self._say_elsewhere(now)
         return commands
 
     def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
-        """Replace the state of a peer by `changes`."""
-        return self.gone(peer, now) + self.receive(peer, changes, now)
+        """Replace the state of a peer by `changes`, and by its next ones up to its waiting requests.
+
+        Leases that are not part of it end at its end: until then their places are not free.
+        """
+        self._stale[peer] = set(self._remote.of.get(peer, ()))
+        return self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
         """End the leases of a peer that ended; they count against no instance."""
+        self._stale.pop(peer, None)
         commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None) is not None:
             commands += self._say_elsewhere(now)

@@ -127,6 +127,32 @@ def test_what_waits_elsewhere_counts() -> None:
     assert two.scheduler.placement.elsewhere == {}
 
 
+@pytest.mark.parametrize("part", [1, 2, 100])
+def test_a_state_that_comes_again_frees_no_place_until_its_end(part: int) -> None:
+    """Else a waiting request gets a place of leases that go on."""
+    one, two = Node("1", 1, names="a"), Node("2", 2, names="a")
+    numbers = count(1)
+    while not len(one.scheduler.queue):
+        one.take(one.scheduler.on_arrival(request(next(numbers), prompt=4000), 0.0), 0.0)
+    one.scheduler.on_cancelled(next(iter(one.scheduler.queue.held)), 0.0)
+    two.view.replace("1", one.view.live(0.0), 0.0)
+    assert two.scheduler.on_arrival(request(1, prompt=4000), 0.0) == []
+    two.take(two.view.replace("1", one.view.live(0.1), 0.1), 0.1)
+    assert not two.live, "nothing has changed"
+    begun, ended = one.live[0], one.live.pop()
+    one.scheduler.on_first_token(begun, 0.1)
+    one.scheduler.on_lease_ended(ended, Outcome.OK, 0.1)
+    state = one.view.live(0.1)
+    two.take(two.view.replace("1", state[:part], 0.2), 0.2)
+    for at in range(part, len(state), part):
+        assert not two.live, "it has not been said that a lease has ended"
+        two.take(two.view.receive("1", state[at : at + part], 0.2), 0.2)
+    assert len(two.live) == 1
+    tell([two, one], 0.3)
+    assert one.ledger == two.ledger
+    check_scheduler(two.scheduler)
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_place_that_a_third_one_frees_goes_to_the_oldest_request(dies: bool) -> None:
     """The scheduler with the oldest request takes the place, or the next one if it is gone."""
