@@ -14,7 +14,7 @@ from hetlb.balancer.admin.dashboard.snapshot import accuracy, levels, model_fact
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, KEPT_POINTS, Recent
-from hetlb.options.peers.worker_service import add_recent
+from hetlb.options.peers.merged_totals import add_recent
 
 #: Latencies are counted in steps of 4.4 %.
 NEAR = 0.045
@@ -78,6 +78,18 @@ def test_the_last_five_minutes_stay_however_many_end_and_wherever() -> None:
     shares = whole.shares(60.0, 900.5)
     assert shares["a"].ended == shares["a"].output_tokens == sum(at >= 842.0 for at in times)
     assert [point[0] for point in whole.points] == times[-KEPT_POINTS:]
+
+
+def test_a_refused_client_of_any_process_is_seen() -> None:
+    """Whichever process refused the last one: each has connections of its own."""
+    own, sibling = Recent(), Recent()
+    own.clients_refused_at, own.clients_refused = 3.0, "9 connections, ulimit -n"
+    sibling.clients_refused_at, sibling.clients_refused = 5.0, "8 connections, ulimit -n"
+    for parts in ((own, sibling), (sibling, own)):
+        whole = Recent()
+        for part in parts:
+            add_recent(whole, pickle.loads(pickle.dumps(part)))
+        assert (whole.clients_refused_at, whole.clients_refused) == (5.0, "8 connections, ulimit -n")
 
 
 def test_points_are_of_one_sequence_and_from_dispatch_on() -> None:

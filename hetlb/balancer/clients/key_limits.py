@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.clients.api_keys import LimitsTable
 from hetlb.balancer.http.error_responses import RATE_LIMITED, Refusal
+
+if TYPE_CHECKING:
+    from hetlb.balancer.clients.limiters import KeyJournal, Limiters
 
 WINDOW_S: Final = 60.0
 #: Seconds within which requests count as one entry: a window holds at most 600 of them.
@@ -86,32 +88,6 @@ class Window:
         left, reset = max(0, limit - self.total), duration(tenths / 10.0)
         lines = b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\nx-ratelimit-reset-%b: %b\r\n"
         return lines % (name, limit, name, left, name, reset)
-
-
-class KeyJournal(Protocol):
-    """Receiver of the requests that limits of keys admit in this process, and of the tokens they used."""
-
-    def admitted(self, ticket: Ticket) -> None: ...
-    def used(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, last: bool) -> None: ...
-
-
-class Limiters:
-    """Limiters of all keys, by name. Amounts used outlive a reload, and are forgotten with the process."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, Limiter] = {}
-        self._in_force: dict[str, Limiter] = {}
-        #: Told of what is counted here, None while no other process asks.
-        self.journal: KeyJournal | None = None
-
-    def configure(self, limits: Mapping[str, LimitsTable]) -> None:
-        """Take limits that hold from now on, by the name of the key."""
-        for name, table in limits.items():
-            self._all.setdefault(name, Limiter(table, name, self)).limits = table
-        self._in_force = {name: self._all[name] for name in limits}
-
-    def of(self, name: str) -> Limiter | None:
-        return self._in_force.get(name)
 
 
 class Limiter:

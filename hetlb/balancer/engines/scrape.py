@@ -499,8 +499,7 @@ class EngineWatch:
         began_s = clock()
         sample = page.sample()
         self._rounds.spent(spent_s + clock() - began_s)
-        if seen.page is None:
-            seen.page = LastPage()
+        seen.page = seen.page or LastPage()
         return True, replace(sample, age_s=self._now() - asked_at)
 
     def _page_of(self, name: str, seen: Looked) -> NextPage | HistoryPage:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.clients.key_limits import Limiters
+from hetlb.balancer.clients.limiters import Limiters
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,

@@ -1,4 +1,4 @@
-"""Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and waiting requests.
+"""Sharing of several schedulers of one fleet, over a hub or Redis: leases, waiting requests, use of keys.
 
 Each process also receives its own messages; their round trip is the assumed age of the others' news. It sends
 at least four messages in `silent_s`; a peer silent for `silent_s` is dead. It sends its whole state when it
@@ -14,11 +14,10 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hetlb.balancer.clients.key_limits import Limiter, Ticket
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
@@ -36,6 +35,27 @@ from hetlb.options.peers.shared_table import HUB
 from hetlb.options.peers.shared_view import SharedView
 from hetlb.tasks import ended
 
+if TYPE_CHECKING:
+    from hetlb.balancer.clients.key_limits import Limiter, Ticket
+
+logger = logging.getLogger("hetlb.shared")
+
+_RETRY_S: Final = 0.25
+#: Seconds to collect changes for one message: each message wakes the hub and every peer.
+_POST_S: Final = 0.001
+#: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
+_LAST_WORDS_S: Final = 1.0
+#: Peers at once, and their leases in all: a message beyond is none.
+_MOST_PEERS: Final = 256
+_MOST_LEASES: Final = 1 << 18
+#: Longest way of an own message, in seconds, that says something of the way.
+_MOST_AGE_S: Final = 60.0
+#: Weight of one more echo in the mean age of news.
+_ECHO_WEIGHT: Final = 0.1
+#: Messages of each process in `silent_s`, and multiple of it without an own message after which a connection
+#: is dead.
+_BEATS: Final = 4
+_DEAF_FACTOR: Final = 2.0
 #: Maximum counted requests in flight of one peer.
 _MOST_TICKETS: Final = 1 << 16
 
@@ -98,26 +118,6 @@ class KeyUse:
         """End the requests of a peer: what it reserved stays reserved."""
         for ticket in self._of.pop(peer, {}).values():
             ticket.ended(ticket.reserved, 0, now)
-
-
-logger = logging.getLogger("hetlb.shared")
-
-_RETRY_S: Final = 0.25
-#: Seconds to collect changes for one message: each message wakes the hub and every peer.
-_POST_S: Final = 0.001
-#: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
-_LAST_WORDS_S: Final = 1.0
-#: Peers at once, and their leases in all: a message beyond is none.
-_MOST_PEERS: Final = 256
-_MOST_LEASES: Final = 1 << 18
-#: Longest way of an own message, in seconds, that says something of the way.
-_MOST_AGE_S: Final = 60.0
-#: Weight of one more echo in the mean age of news.
-_ECHO_WEIGHT: Final = 0.1
-#: Messages of each process in `silent_s`, and multiple of it without an own message after which a connection
-#: is dead.
-_BEATS: Final = 4
-_DEAF_FACTOR: Final = 2.0
 
 
 class Sharing:
