@@ -84,11 +84,12 @@ Fields may be appended within a version and unknown ones are ignored; another ve
 each message follows its length (four bytes, big-endian); over Redis or Valkey it is published on
 `GROUP:leases`. Each process hears its own messages too.
 
-- Kind 0: changes. 1: all that holds; it replaces what the process told before. 2: a question for all that
-  holds. 3: the last changes of a process that leaves; a hub says this in the name of a broken connection.
+- Kind 0: changes. 1: all that holds, from this message on up to the next change `Waiting`; leases of before
+  that are not in it have ended. 2: a question for all that holds. 3: the last changes of a process that
+  leaves; a hub says this in the name of a broken connection.
 - A process whose numbers have a gap is asked for all that holds; until it comes its changes are left out.
 - A message comes four times in `silent_s` at least; a process that is silent for `silent_s` is gone, and its
-  leases with it."""
+  leases with it. So is one that does not follow within a second when a hub has ended."""
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", types.NoneType: "", Any: "text"}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Seconds of silence after which a process of one proxy counts as gone. The hub tells of one that ended, and
 #: the parent kills one that hangs for five seconds. A busy machine may keep one from a CPU for a second.
-_HUB_SILENT_S: Final = 10.0
+_HUB_SILENT_S: Final = 4.0
 
 
 def share(service: FleetService) -> None:

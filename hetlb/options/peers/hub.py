@@ -122,6 +122,8 @@ class HubTransport(_Frames):
     The first process at a path is the hub; when it is gone, another one is.
     """
 
+    by_peer = True
+
     def __init__(self, path: Path) -> None:
         super().__init__(self._lost_connection)
         self.path = path

@@ -12,9 +12,10 @@ Receive: TypeAlias = Callable[[bytes], None]
 
 
 class PeerTransport(Protocol):
-    """Carrier of messages; `lost` is set when one was not carried."""
+    """Carrier of messages. `lost`: one was not carried. `by_peer`: its server is in the process of a peer."""
 
     lost: bool
+    by_peer: bool
 
     async def run(self, joined: Callable[[], None], receive: Receive) -> None:
         """Hear messages until the connection is lost, which raises; `joined` is called once it is made."""

@@ -46,6 +46,8 @@ class _Replies(_AsyncRESP2Parser):
 class RedisTransport:
     """A client of the server."""
 
+    by_peer = False
+
     def __init__(self, url: str, channel: str, silent_s: float) -> None:
         import redis.asyncio
 

@@ -52,6 +52,8 @@ _MOST_LEASES: Final = 1 << 18
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
+#: Longest time, in seconds, that a peer takes to follow to a new connection: its hub may have ended with it.
+_REJOIN_S: Final = 1.0
 #: Messages of each process in `silent_s`, and multiple of it without an own message after which a connection
 #: is dead.
 _BEATS: Final = 4
@@ -305,11 +307,17 @@ class Sharing:
             if self.connected and now - self._echoed_at > _DEAF_FACTOR * silent_s:
                 self._echoed_at = math.inf
                 self._transport.drop()
-            for peer, heard_at in list(self._heard_at.items()):
-                if now - heard_at >= silent_s:
-                    text = "shared state: peer %s is gone, and its leases with it"
-                    tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
-                    self._forget(peer, now)
+            self._drop_silent()
+
+    def _drop_silent(self) -> None:
+        if not self._tasks:
+            return
+        now = self._loop.time()
+        for peer, heard_at in list(self._heard_at.items()):
+            if now - heard_at >= self._table.silent_s:
+                text = "shared state: peer %s is gone, and its leases with it"
+                tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
+                self._forget(peer, now)
 
     # --- in ---
 
@@ -330,7 +338,11 @@ class Sharing:
         """Send the whole state, and ask the others for theirs."""
         self._transport.lost = False
         self._transport.discard()
-        self._echoed_at = self._loop.time()
+        self._echoed_at = now = self._loop.time()
+        if self._transport.by_peer and self._heard_at:
+            latest = now + _REJOIN_S - self._table.silent_s
+            self._heard_at = {peer: min(latest, at) for peer, at in self._heard_at.items()}
+            self._loop.call_later(_REJOIN_S, self._drop_silent)
         self._send_state()
         self._send(peer_messages.ASK, [])
 

@@ -404,6 +404,29 @@ async def test_junk_ends_its_connection_alone(tmp_path: Path) -> None:
         await each.close()
 
 
+async def test_a_peer_that_does_not_follow_to_the_next_connection_is_gone(tmp_path: Path) -> None:
+    """It ended with the hub, which tells of others' ends: its silence is not waited for."""
+    hub, one = (
+        Sharing(
+            SharedTable(silent_s=60.0), HubTransport(tmp_path / "hub.sock"), make_scheduler([spec("a")]),
+            lambda _: None, name,
+        )
+        for name in ("ab", "cd")
+    )  # fmt: skip
+    hub.start()
+    await turns_until(lambda: hub.connected)
+    one.start()
+    await turns_until(lambda: one.peers == 1)
+    lease = WireBooked.of(Booked(1, "a", request(1), 10**9, 20.0, 0.5))
+    one._receive(peer_messages.message("ef", peer_messages.STATE, 1, 0.0, [lease]))
+    assert (one.peers, one.view.peer_leases) == (2, 1)
+    one._transport.drop()
+    await turns_until(lambda: (one.peers, one.view.peer_leases) == (1, 0))
+    assert one.connected
+    for each in (one, hub):
+        await each.close()
+
+
 async def test_a_hub_that_hangs_is_left_alone_after_a_while(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

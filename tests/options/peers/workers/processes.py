@@ -139,12 +139,12 @@ class Serving:
     async def everywhere(self, holds: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until something is true of the fleet as each worker sees it.
 
-        Each look is a connection of its own, so the kernel chooses the worker: sixteen that all pass one of
-        three by are rare.
+        Each look is a connection of its own, so the kernel chooses the worker: fifty that all pass one of
+        three by do not occur.
         """
         looks = 0
         async with asyncio.timeout(HANG_S):
-            while looks < 16:
+            while looks < 50:
                 looks = looks + 1 if holds((await self.admin("/v1/fleet")).json) else 0
 
     async def metric_until(self, line: str, value: float) -> None:
