@@ -21,6 +21,7 @@ from hetlb.balancer.core.types import (
     Capacity,
     Dispatch,
     ModelsLearned,
+    Outcome,
     Request,
 )
 from hetlb.tools.explained import explained
@@ -99,6 +100,18 @@ def test_the_work_of_others_in_the_queue_counts_and_its_own_does_not() -> None:
     found = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
     assert found is not None
     assert found.ctx.waiting == 70
+
+
+def test_a_place_is_left_to_an_older_request_of_another_scheduler() -> None:
+    scheduler = make_scheduler([spec("a", capacity=Capacity(1000, 1000, max_num_seqs=2))], "hetlb")
+    first, second = [sole(scheduler, request(n), n / 10).lease for n in (1, 2)]
+    assert scheduler.on_arrival(request(3), 0.3) == []
+    scheduler.on_waiting_elsewhere({}, 0.4, WaitingElsewhere(1, 0, {"m": -1.0}))
+    assert scheduler.on_lease_ended(first, Outcome.OK, 0.5) == []
+    assert scheduler.on_first_token(second, 0.6) == []
+    [command] = scheduler.on_waiting_elsewhere({}, 0.7)
+    assert isinstance(command, Dispatch)
+    assert command.lease.request.id == request(3).id
 
 
 def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> None:

@@ -97,6 +97,15 @@ class Backlog:
                 commands.append(command)
         return commands
 
+    def freed(self, model: str, now: float) -> list[Command]:
+        """Place waiting requests after an instance of a model got room.
+
+        If the oldest of the model waits at another scheduler, the place is that one's to take: its news, or a
+        tick, shows if it does not.
+        """
+        queue = self.queue
+        return self.flush(now) if queue.held and not queue.is_older_elsewhere(model) else []
+
     def _pass_over_late(self, key: QueueKey, now: float) -> list[Command]:
         """Refuse or demote the requests of a line that can no longer meet their targets."""
         from hetlb.balancer.core.waiting_targets import late

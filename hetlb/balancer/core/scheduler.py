@@ -205,7 +205,7 @@ class Scheduler:
         commands: list[Command] = []
         if instance.evidence.health.on_answering():
             commands = self.fleet.health_changed(instance, now)
-        return commands + self.backlog.flush(now) if self.queue.held else commands
+        return commands + self.backlog.freed(lease.request.model, now)
 
     def on_lease_ended(
         self,
@@ -242,10 +242,7 @@ class Scheduler:
                 return commands + self.backlog.flush(now)
         if retries.attempts:
             retries.forget(request.id)
-        if not self.queue.held or self.queue.is_older_elsewhere(request.model):
-            # The place is another scheduler's to take. Its news, or a tick, shows if it does not.
-            return commands
-        return commands + self.backlog.flush(now)
+        return commands + self.backlog.freed(request.model, now)
 
     def _ended_well(self, instance: Instance, lease: Lease, now: float) -> list[Command]:
         """Learn from a whole answer: its length, the speed of its instance, and that the instance works."""
