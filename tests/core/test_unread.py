@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, Dispatch, Lease
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome
 
 CAPACITY = Capacity(kv_cache_tokens=10**6, max_num_seqs=256, max_num_batched_tokens=2048)
 
@@ -52,3 +52,20 @@ def test_an_idle_engine_leaves_the_decision_as_it_was() -> None:
         for number in range(20)
     ]
     assert {lease.instance for lease in sent} == {"a"}
+
+
+def test_what_waits_is_in_the_order_of_what_caches_hold_now() -> None:
+    """A second turn came before its first was read anywhere. It goes before a shorter prompt afterwards."""
+    few = Capacity(kv_cache_tokens=10**6, max_num_seqs=1, max_num_batched_tokens=2048)
+    scheduler = make_scheduler([spec("a", capacity=few)], "hetlb")
+    running = dispatched(scheduler.on_arrival(request(0, prompt=100), 0.0))
+    turns = (("one", 1000),), (("one", 1000), ("two", 2000))
+    for number, keys in ((1, turns[0]), (2, (("other", 1500),)), (3, turns[1])):
+        asked = request(number, prompt=max(end for _, end in keys), prefix_keys=keys)
+        assert placed(scheduler.on_arrival(asked, 0.01 * number)) == []
+    order = []
+    for _ in range(3):
+        running.output_tokens = 1
+        running = dispatched(scheduler.on_lease_ended(running, Outcome.OK, 1.0))
+        order.append(running.request.id)
+    assert order == [1, 3, 2]

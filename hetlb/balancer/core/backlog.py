@@ -14,8 +14,8 @@ from hetlb.balancer.core.types import Command, Reject, RejectReason, Request, Re
 if TYPE_CHECKING:
     from hetlb.balancer.core.waiting_targets import WaitingTargets
 
-#: Waiting requests predicted again per completed answer.
-_REPREDICTED_REQUESTS: Final = 8
+#: Waiting requests whose length and due time are estimated again per completed answer.
+_REESTIMATED_REQUESTS: Final = 8
 
 
 class Backlog:
@@ -25,7 +25,7 @@ class Backlog:
         self._placement = placement
         self.queue, self._fleet = placement.queue, placement.fleet
         self._ledger, self._retries = placement.ledger, placement.retries
-        #: Waiting requests with a predicted length older than the newest lesson.
+        #: Waiting requests with estimates older than the newest answer.
         self._stale: list[RequestId] = []
         #: Targets of what waits, None before the first request with some.
         self._targets: WaitingTargets | None = None
@@ -72,16 +72,24 @@ class Backlog:
         self.forget(request.id)
         return rejections.not_answered(request.id, unsent=unsent)
 
-    def predict_again(self) -> None:
-        """Predict the lengths of the next few waiting requests again; a later call continues behind them."""
-        queue, stale = self.queue, self._stale
+    def estimate_again(self) -> None:
+        """Estimate the next few waiting requests again; a later call continues behind them.
+
+        Predicted lengths change, and what caches hold of a prompt: turns of a conversation that wait follow
+        the one that was read, and a prompt that was evicted takes longer to read.
+        """
+        queue, stale, placement = self.queue, self._stale, self._placement
         if not stale:
             stale = self._stale = list(queue.held)
-        for _ in range(min(_REPREDICTED_REQUESTS, len(stale))):
+        for _ in range(min(_REESTIMATED_REQUESTS, len(stale))):
             entry = queue.held.get(stale.pop())
-            if entry is not None and entry.request.generates:
-                predicted = self._placement.predictor.predict(entry.request)
-                queue.resize(entry, round(size_of(entry.request, predicted)))
+            if entry is None:
+                continue
+            request = entry.request
+            if request.generates:
+                queue.resize(entry, round(size_of(request, placement.predictor.predict(request))))
+            if request.prefix_keys and self._targets is None:
+                queue.reschedule(entry, entry.arrived_at + placement.patience_s(request))
 
     # --- placement ---
 

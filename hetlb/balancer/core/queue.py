@@ -376,6 +376,12 @@ class Queue:
         self._sizes[entry.request.model] += size - entry.size
         entry.size = size
 
+    def reschedule(self, entry: Queued, due: float) -> None:
+        """Set a new due time of a waiting request."""
+        if due != entry.due:
+            entry.due = due
+            entry.flow.enter(entry)
+
     def refit(self, fit_of: Callable[[Request], int]) -> None:
         """Sort the waiting requests again after a change of the instances. Their order stays."""
         entries = list(self.held.values())

@@ -260,7 +260,7 @@ class Scheduler:
                 alone = instance.sequences == instance.stated_sequences
                 self.placement.demands[request.model].of_class(request.service).answered(lease, now, alone)
             if self.queue.held:
-                self.backlog.predict_again()
+                self.backlog.estimate_again()
         if evidence.health.on_answering(whole=True):
             commands = fleet.health_changed(instance, now)
         if fleet.losses is not None:
