@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import ssl
 import time
 import urllib.error
 import urllib.request
@@ -104,7 +103,7 @@ class AdminClient:
                 raise InputError(
                     f"--admin: {self.url}: 401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}"
                 ) from error
-            where = "; the clients' port has no admin pages" if error.code == 404 else ""
+            where = "; the clients' port has no admin pages" if error.code in (404, 405) else ""
             raise InputError(
                 self._no_proxy(f"status {error.code} {error.reason or ''}".rstrip() + where)
             ) from error
@@ -114,13 +113,11 @@ class AdminClient:
 
     def _no_answer(self, error: Exception) -> NoAnswerError:
         cause = getattr(error, "reason", None) or error
-        why = str(getattr(cause, "strerror", None) or cause)
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            why = f"its certificate is not trusted: {cause.verify_message}"
-        elif isinstance(cause, ssl.SSLError):
-            why = "it does not speak TLS: use http://"
-        elif isinstance(cause, ConnectionResetError | http.client.RemoteDisconnected):
-            why = "it closes the connection without an answer; if it speaks TLS, use https://"
+        why = str(cause)
+        if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
+            from hetlb.balancer.engines.engine_mistakes import no_answer_at
+
+            why = no_answer_at(cause)
         if self._is_stated:
             return NoAnswerError(self._no_proxy(why), why)
         advice = "start it with `hetlb serve`, or name its admin address with --admin"

@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))
     for url, facts in found.items():
-        if not facts.entries:
+        if not _is_engine(facts):
             print(visible(f"hetlb init: {url}: {why_unknown(facts)}"), file=sys.stderr)
-    if not any(facts.entries for facts in found.values()):
+    if not any(map(_is_engine, found.values())):
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
     return 0
@@ -48,10 +48,16 @@ def _secret(flag: str, variable: str) -> str:
     return value
 
 
+def _is_engine(facts: EngineFacts) -> bool:
+    return bool(facts.entries) and not facts.foreign
+
+
 def why_unknown(facts: EngineFacts) -> str:
     """Return the reason for leaving a server out of the file."""
     if facts.trouble:
-        return facts.trouble
+        return facts.trouble + (f"; it answers at {facts.other_url}" if facts.other_url else "")
+    if facts.foreign:
+        return f"{facts.foreign} answers there: give the addresses of the engines themselves"
     if facts.models_status in (401, 403):
         return f"it wants an API key ({facts.models_status}): name its variable with --api-key-env"
     return f"/v1/models answers {facts.models_status}"
@@ -61,7 +67,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
     """Return the text of the fleet file, servers grouped by model."""
     models: dict[str, list[EngineFacts]] = {}
     for facts in found:
-        if facts.entries:
+        if _is_engine(facts):
             models.setdefault(facts.names[0], []).append(facts)
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
@@ -87,7 +93,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
                 "        # gpus: 1                  # their number",
                 "        # profile: profile.yaml    # `hetlb profile --url URL --out profile.yaml` makes it",
             ]
-    silent = [facts for facts in found if not facts.entries]
+    silent = [facts for facts in found if not _is_engine(facts)]
     lines += [visible(f"# left out: {facts.url}: {why_unknown(facts)}") for facts in silent]
     return "\n".join(lines) + "\n"
 

@@ -134,7 +134,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except InputError as error:
         return _refuse(400, str(error))
     except web.HTTPException as error:
-        reply = _refuse(error.status, error.text or error.reason)
+        text = f"the admin listener has no {request.path[:200]!r}; clients ask the address of `listen`"
+        is_unknown = error.status == 404 and error is request.match_info.http_exception
+        reply = _refuse(error.status, text if is_unknown else error.text or error.reason)
         if isinstance(error, web.HTTPMethodNotAllowed):
             reply.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         return reply

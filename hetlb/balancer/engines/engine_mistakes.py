@@ -6,17 +6,22 @@ import re
 import socket
 import ssl
 from errno import ECONNREFUSED
-from typing import Final
+from typing import Any, Final
 
 from hetlb.balancer.core.types import EngineSample
 from hetlb.balancer.engines.engine_tables import LLAMA_CPP, SGLANG, TABLES, VLLM
+from hetlb.errors import reason_of
 from hetlb.served_models import version_numbers
 
 REFUSED: Final = "connection refused"
 CLOSED: Final = "it closes the connection without an answer"
+NO_TLS: Final = "it does not speak TLS"
+#: Reasons of OpenSSL at an answer that is plain text.
+_NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
 _ERRNO: Final = re.compile(r"\[Errno (\d++)\]")
 #: Next steps by words of the reason why a server is down; the last one is for all others.
 _STEPS: Final = (
+    ("TLS fails", "Look at its log: it may ask for a client's certificate or another version of TLS."),
     ("certificate has expired", "Renew its certificate."),
     ("not yet valid", "Wait until its certificate is valid, or correct the clock of this machine."),
     ("is not valid for|[Hh]ostname mismatch", "Use a name that stands in the certificate."),
@@ -46,17 +51,33 @@ _NEW_NAMES_VLLM: Final = (0, 11)
 
 def connect_failure(error: OSError, host: str) -> str:
     """Return why no connection to an engine at a host was made."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return f"it does not speak TLS ({error.reason or type(error).__name__})"
     if isinstance(error, socket.gaierror):
         return f"the name has no address: {host}: {error.strerror or error}"
     if isinstance(error, ConnectionRefusedError) or set(_ERRNO.findall(str(error))) == {str(ECONNREFUSED)}:
         return REFUSED  # also if each of its addresses refused
-    if isinstance(error, ConnectionResetError):
-        return CLOSED
+    if isinstance(error, ssl.SSLError | ConnectionResetError):
+        return no_answer(error)
     return f"no connection: {error.strerror or error}"
+
+
+def no_answer(error: BaseException) -> str:
+    """Return why a server gave no answer; TLS and closed connections in plain words."""
+    found: Any = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
+    if (untrusted := getattr(found, "verify_message", None)) is not None:
+        return f"its certificate is not trusted: {untrusted}"
+    if isinstance(found, ssl.SSLError):
+        reason = getattr(found, "reason", None) or type(found).__name__
+        return NO_TLS if reason in _NOT_TLS else f"TLS fails: {reason.lower().replace('_', ' ')}"
+    closed = isinstance(found, ConnectionResetError) or str(error) == "Server disconnected"
+    return CLOSED if closed else reason_of(error)
+
+
+def no_answer_at(error: BaseException) -> str:
+    """Return why a server gave no answer, and how another URL or setting of the command may help."""
+    why = no_answer(error)
+    hints = {NO_TLS: ": use http://", CLOSED: "; if it speaks TLS, use https://"}
+    trust = " (SSL_CERT_FILE names an authority)" if "not trusted" in why else ""
+    return why + hints.get(why, trust)
 
 
 def next_step(reason: str) -> str:

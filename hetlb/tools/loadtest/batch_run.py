@@ -17,8 +17,9 @@ import aiohttp
 from yarl import URL
 
 from hetlb.balancer.core.resend_budget import Resends
+from hetlb.balancer.engines.engine_mistakes import no_answer, no_answer_at
 from hetlb.balancer.http.retry_after import retry_after_s
-from hetlb.errors import HetlbError, InputError, reason_of
+from hetlb.errors import HetlbError, InputError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, is_final
 from hetlb.tools.loadtest.bodies import CLASS_HEADER
@@ -94,7 +95,7 @@ class BatchRun:
             except aiohttp.ClientSSLError as error:
                 raise self._untrusted(error) from error
             except (aiohttp.ClientError, TimeoutError) as error:
-                status, why = 0, reason_of(error)
+                status, why = 0, no_answer_at(error)
             if status in (401, 403):
                 problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {status}"
                 raise InputError(f"{target}: {problem}")
@@ -139,10 +140,10 @@ class BatchRun:
             except aiohttp.ClientError as error:
                 tries += not isinstance(error, aiohttp.ClientConnectorError)
                 if tries == _TRIES:
-                    return self._journal.broken(job, "connection_error", reason_of(error))
+                    return self._journal.broken(job, "connection_error", no_answer(error))
                 waits += 1
                 self._refused, self._refusal = True, ""
-                await self._wait(waits, reason_of(error))
+                await self._wait(waits, no_answer_at(error))
             else:
                 self._heard_s, self._timeouts, self._told = time.monotonic(), 0, False
                 status = response.status
@@ -161,8 +162,7 @@ class BatchRun:
 
     def _untrusted(self, error: aiohttp.ClientSSLError) -> HetlbError:
         """Return the error that ends a run at a server that is not trusted: waiting would not change that."""
-        expected = "expected TLS with a certificate that this machine trusts"
-        return HetlbError(f"{self._url}: {expected}: {reason_of(error)} (SSL_CERT_FILE names an authority)")
+        return HetlbError(f"{self._url}: {no_answer_at(error)}")
 
     async def _turn(self) -> None:
         """Wait until the next request may be sent: a server that takes none is asked by few lanes."""

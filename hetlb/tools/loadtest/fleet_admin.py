@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from hetlb.errors import HetlbError, reason_of
+from hetlb.balancer.engines.engine_mistakes import no_answer_at
+from hetlb.errors import HetlbError
 from hetlb.tasks import ended
 from hetlb.tools.workload.records import Counted
 
@@ -114,7 +115,9 @@ class FleetAdmin:
                     raise HetlbError(f"{self._url}{path}: status {reply.status}: {await reply.text()}")
                 return await reply.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise HetlbError(f"{self._url}{path}: no answer of a hetlb proxy: {reason_of(error)}") from error
+            raise HetlbError(
+                f"{self._url}{path}: no answer of a hetlb proxy: {no_answer_at(error)}"
+            ) from error
 
 
 @contextlib.asynccontextmanager

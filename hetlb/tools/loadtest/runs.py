@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.errors import HetlbError, reason_of
+from hetlb.balancer.engines.engine_mistakes import no_answer_at
+from hetlb.errors import HetlbError, InputError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.bodies import COMPLETIONS, RequestBodies
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin
@@ -161,11 +162,16 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
     try:
         async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
             async with session.get(f"{url}/v1/models") as reply:
+                if reply.status in (401, 403):
+                    problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {reply.status}"
+                    raise InputError(f"{url}/v1/models: {problem}")
                 if reply.status != 200:
-                    raise HetlbError(f"{url}/v1/models: expected a list of models, got status {reply.status}")
+                    said = (await reply.content.read(200)).decode("utf-8", "replace")
+                    problem = f"expected a list of models, got status {reply.status}: {said}"
+                    raise HetlbError(f"{url}/v1/models: {problem}")
                 entries = read_model_list(await reply.read())
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise HetlbError(f"{url}: no answer: {reason_of(error)}") from error
+        raise HetlbError(f"{url}: no answer: {no_answer_at(error)}") from error
     if not entries:
         raise HetlbError(f"{url}/v1/models: expected a list of models; give one with --model")
     return str(entries[0]["id"])

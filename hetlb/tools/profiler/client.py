@@ -19,6 +19,7 @@ import msgspec
 
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of, parse
+from hetlb.balancer.engines.engine_mistakes import no_answer_at
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tasks import ended
@@ -217,7 +218,7 @@ class EngineClient:
                     f"got {response.status}: {' '.join(said.split())}"
                 )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerFailed(f"the server took no request: {reason_of(error)}") from error
+            raise ServerFailed(f"the server took no request: {no_answer_at(error)}") from error
         return CompletionStream(response, len(prompts), max_tokens)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[TokenTimes]:
@@ -228,9 +229,11 @@ class EngineClient:
             async with self._session.get(
                 self._url + path, timeout=aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S)
             ) as reply:
+                if reply.headers.get("x-request-id", "").startswith("hetlb-"):
+                    raise InputError("--url: expected one server, got a hetlb: a profile is of one server")
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise ServerFailed(f"{self._url}{path}: no answer: {reason_of(error)}") from error
+            raise ServerFailed(f"{self._url}{path}: no answer: {no_answer_at(error)}") from error
 
 
 def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens: int) -> list[TokenTimes]:
