@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -560,6 +561,180 @@ async def poisoned(bench: Bench, how: str) -> None:
     bench.verdict(f"poisoned by {how}", ratio >= 0.95, text, status)
 
 
+async def _watched(
+    bench: Bench, proxy: Proxy, name: str, cause: str, ill: Callable[[], Any], heal: Callable[[], Any],
+    *, rate: float, ill_s: float, fields: Callable[[int], Fields] | None = None,
+) -> None:  # fmt: skip
+    """Load a fleet that is well, then ill, then well again: seconds until the status says it, and clears."""
+    warm_s, after_s = 8.0, 16.0
+    running = asyncio.create_task(
+        load(proxy, rate, warm_s + ill_s + after_s, fields or (lambda number: bench.fields()))
+    )
+    began = time.monotonic()
+    before, during, after = "", math.inf, math.inf
+    line = ""
+    false_state = 0
+    changed = ill_at = healed_at = 0.0
+    while not running.done():
+        now = time.monotonic() - began
+        if not ill_at and now >= warm_s:
+            await ill()
+            ill_at = now
+        if ill_at and not healed_at and now >= warm_s + ill_s:
+            await heal()
+            healed_at = now
+        status = await proxy.status()
+        found = any(each["cause"] == cause for each in status["causes"])
+        if not ill_at and found:
+            before = f", before: {status['advice']}"
+        if ill_at and not healed_at:
+            if found and during == math.inf:
+                during, line = now - ill_at, f"{status['state']}: {status['advice']}"
+            false_state += during < math.inf and not found
+        if healed_at:
+            changed = now if found else changed
+            after = max(0.0, changed - healed_at)
+        await asyncio.sleep(0.2)
+    seen = await running
+    lost = seen.lost() / max(1, len(seen.rows))
+    text = f"{cause} after {during:.1f} s, clear after {after:.1f} s, absent {false_state} times between"
+    kept = during <= 5.0 and after <= 10.0 and not before and not false_state
+    bench.verdict(name, kept, f"{text}, {100 * lost:.0f} % lost{before} | {line}")
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def fills(bench: Bench) -> None:
+    """Row 4: more requests than the queue takes."""
+    servers = [Server(0.05) for _ in range(bench.count)]
+    rate = 4.0
+
+    async with await _with(servers, bench, "queue: {max_requests: 30}\n", ", max_num_seqs: 4") as proxy:
+        extra: list[asyncio.Task[Seen]] = []
+
+        async def ill() -> None:
+            extra.append(asyncio.create_task(load(proxy, 40.0, 12.0, lambda number: bench.fields())))
+
+        await _watched(bench, proxy, "queue full", "refused", ill, _nothing, rate=rate, ill_s=12.0)
+        rows = (await extra[0]).rows
+        print(f"       {sum(row[4] == 429 for row in rows)} of {len(rows)} got 429")
+    await _stopped(servers)
+
+
+async def crowded(bench: Bench) -> None:
+    """Row 5: clients past hetlb fill the fast server."""
+    servers = bench.servers()
+
+    async def ill() -> None:
+        servers[0].foreign = (26, 19, 0.97)
+
+    async def heal() -> None:
+        servers[0].foreign = (0, 0, 0.0)
+
+    async with await _with(servers, bench) as proxy:
+        await _watched(bench, proxy, "others fill it", "foreign_load", ill, heal, rate=10.0, ill_s=12.0)
+    await _stopped(servers)
+
+
+async def flaps(bench: Bench) -> None:
+    """Row 6: the fast server is down for 2.5 s, up for 2.5 s, five times."""
+    servers = bench.servers()
+    for each in servers:
+        await each.start()
+    flapping: list[asyncio.Task[None]] = []
+
+    async def flap() -> None:
+        for _ in range(5):
+            await servers[0].stop()
+            await asyncio.sleep(2.5)
+            await servers[0].start()
+            await asyncio.sleep(2.5)
+
+    async def ill() -> None:
+        flapping.append(asyncio.create_task(flap()))
+        await asyncio.sleep(5.1)
+
+    async with await _with(servers, bench) as proxy:
+        await _watched(bench, proxy, "flaps", "flaps", ill, _nothing, rate=10.0, ill_s=25.0)
+        await flapping[0]
+    await _stopped(servers)
+
+
+async def slows(bench: Bench, factor: float = 3.0) -> None:
+    """Row 7: the fast server slows to a third."""
+    servers = bench.servers()
+
+    async def pace(by: float) -> None:
+        servers[0].pace_s *= by
+
+    async with await _with(servers, bench) as proxy:
+        await _watched(
+            bench, proxy, f"slows {factor:g} x", "slow" if bench.profile else "slowed",
+            lambda: pace(factor), lambda: pace(1.0 / factor), rate=10.0, ill_s=20.0,
+        )  # fmt: skip
+    await _stopped(servers)
+
+
+async def pageless(bench: Bench) -> None:
+    """Row 8: the fast server loses its page while it serves."""
+    servers = bench.servers()
+
+    async def page(shown: bool) -> None:
+        servers[0].metrics = shown
+
+    async with await _with(servers, bench) as proxy:
+        await _watched(
+            bench, proxy, "no metrics", "no_metrics", lambda: page(False), lambda: page(True),
+            rate=10.0, ill_s=20.0,
+        )  # fmt: skip
+    await _stopped(servers)
+
+
+async def locks(bench: Bench) -> None:
+    """Row 8: the fast server asks for another key while it serves."""
+    servers = bench.servers()
+
+    async def key(value: str) -> None:
+        servers[0].key = value
+
+    async with await _with(servers, bench) as proxy:
+        await _watched(
+            bench, proxy, "another key", "key_refused", lambda: key("other"), lambda: key(""),
+            rate=10.0, ill_s=15.0,
+        )  # fmt: skip
+    await _stopped(servers)
+
+
+async def locked(bench: Bench) -> None:
+    """Row 8: the fast server refuses the key from its start; and two names are one process."""
+    servers = bench.servers()
+    servers[0].key = "other"
+    async with await _with(servers, bench) as proxy:
+        seen = await load(proxy, 10.0, 6.0, lambda number: bench.fields())
+        status = await proxy.status()
+    await _stopped(servers)
+    named = any(each["cause"] == "key_refused" for each in status["causes"])
+    bench.verdict("key at the start", named and not seen.lost(), f"{seen.lost()} lost", status)
+
+
+async def twins(bench: Bench) -> None:
+    """Row 8: two names are one process."""
+    servers = bench.servers()
+    await servers[0].start()
+    began, named = time.monotonic(), 0.0
+    async with await _with([servers[0], *servers], bench) as proxy:
+        running = asyncio.create_task(load(proxy, 10.0, 12.0, lambda number: bench.fields()))
+        while not running.done():
+            status = await proxy.status()
+            if not named and any(each["cause"] == "one_process" for each in status["causes"]):
+                named = time.monotonic() - began
+            await asyncio.sleep(0.2)
+    await _stopped(servers)
+    bench.verdict("two names", 0.0 < named <= 6.0, f"named after {named:.1f} s from the start", status)
+
+
 def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
     """Return the cases by name."""
     found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
@@ -570,6 +745,14 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "fails-mid": lambda: fails(bench, 0.2, "mid"),
         "fails-late": lambda: fails(bench, 0.2, "late"),
         "begins": lambda: begins(bench),
+        "fills": lambda: fills(bench),
+        "crowded": lambda: crowded(bench),
+        "flaps": lambda: flaps(bench),
+        "slows": lambda: slows(bench),
+        "pageless": lambda: pageless(bench),
+        "locks": lambda: locks(bench),
+        "locked": lambda: locked(bench),
+        "twins": lambda: twins(bench),
         "closes": lambda: closes(bench, 1.25),
         "closes-20": lambda: closes(bench, 20.0),
     }

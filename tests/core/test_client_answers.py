@@ -116,3 +116,27 @@ def test_the_oldest_clients_are_forgotten() -> None:
         answers.lost(str(i), 1)
     assert len(answers.known) == 256
     assert "999" in answers.known
+
+
+def test_answers_that_are_odd_everywhere_end_a_doubt() -> None:
+    """Engines that give no finish reason: all their answers are odd."""
+    scheduler = make_scheduler([spec("a"), spec("b", slower=2.0)], "hetlb")
+    at: Counter[str] = Counter()
+    for i in range(400):
+        now = i / 10
+        bad = {"a"} if 5.0 <= now < 15.0 else set()
+        commands = scheduler.on_arrival(request(i, client="10.0.0.1"), now)
+        while commands and isinstance(commands[0], Dispatch):
+            lease = commands[0].lease
+            if lease.instance in bad:
+                commands = scheduler.on_refused(lease, 503, None, now)
+                continue
+            scheduler.on_first_token(lease, now + 0.01)
+            lease.output_tokens, lease.odd = 20, True
+            at[lease.instance] += now >= 25.0
+            commands = scheduler.on_lease_ended(lease, Outcome.OK, now + 0.02)
+        scheduler.on_sweep({}, now)
+        if now == 14.0:
+            assert scheduler.fleet.instances["a"].evidence.answers.doubted
+    assert not scheduler.fleet.instances["a"].evidence.answers.doubted
+    assert at["a"] > 100

@@ -59,11 +59,12 @@ class Losses:
         self.clients.lost(traffic, instance.incarnation)
         self.clients.lost(kind, instance.incarnation)
         counts = self._odd_counts(traffic, kind, instance)
-        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, kind, traffic, now)
         if counts:
+            instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, kind, traffic, now)
             instance.evidence.answers.odd_at = now
             self.kinds.avoid(lease.request, instance.name, now)
         else:  # this traffic is answered alike elsewhere: it may go there again
+            instance.evidence.ended_well(now)
             for each in self._fleet.peers(instance):
                 if not self._odd_counts(traffic, kind, each):
                     self.kinds.not_avoided(lease.request, each.name)
