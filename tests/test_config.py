@@ -236,7 +236,7 @@ def test_health_and_tenants_that_make_no_sense_are_refused(tmp_path: Path, more:
     [
         (
             "{name: m, instances: [{url: 'http://a:1', role: prefill}]}",
-            "instances[0].role: expected both where",
+            "instances[0].role: expected both without",
         ),
         (
             "{name: m, kv_transfer: nixl, instances: [{url: 'http://a:1', role: prefill}]}",

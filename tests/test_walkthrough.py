@@ -292,7 +292,8 @@ fi
     "profiles.md": Page(
         engine("127.0.0.1", 8000, _FAST)
         + "sed s/Llama-3.1-8B,8,/Llama-3.1-8B,4,/ tests/profiler/data/l40s-llama-3.1-8b.csv > grid.csv\n"
-        + f"cp {_FAST} a.yaml\ncp {_SLOW} b.yaml\n",
+        + f"cp {_FAST} a.yaml\ncp {_SLOW} b.yaml\n"
+        + "cp configs/clusters/llama-3.1-70b.config.json config.json\n",
         {"--system H100 ": "--system H100 --budget 1m --repeats 1 "},
     ),
     "renting.md": Page(

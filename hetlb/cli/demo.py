@@ -81,7 +81,7 @@ class _Demo:
         alone = await asyncio.gather(
             *(self._load(f"{name} alone", url, [name], direct=True) for name, url in urls.items())
         )
-        say("starting the proxy: it is told the addresses and learns the speeds")
+        say("starting the proxy with the addresses alone: it learns the speeds")
         instances = [{"name": name, "url": url} for name, url in urls.items()]
         url, admin = await self._helpers.proxy({"name": MODEL, "instances": instances})
         runs = []

@@ -26,6 +26,7 @@ from hetlb.cli.doctor_local import (
     Check,
     checked,
     is_own_address,
+    of_gpus,
     of_running,
     of_targets,
     of_this_machine,
@@ -119,6 +120,7 @@ async def examine(fleet: Fleet) -> list[Check]:
     return [
         *of_this_machine(fleet, access),
         *of_targets(fleet),
+        *of_gpus(fleet),
         *of_times(fleet),
         *found,
         *_of_all(answering),

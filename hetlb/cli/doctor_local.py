@@ -20,8 +20,9 @@ from hetlb.addresses import is_loopback
 from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Admin, Listen
+from hetlb.balancer.config.gpus import gpu_named
 from hetlb.cli.adminclient import AdminClient
-from hetlb.errors import InputError, reason_of
+from hetlb.errors import ConfigError, InputError, reason_of
 from hetlb.files import readable_name
 from hetlb.inputs.urls import bracketed, origin
 
@@ -100,6 +101,17 @@ def of_targets(fleet: Fleet) -> Iterator[Check]:
         if wrong:
             advice = "no GPU is so fast: state the target in milliseconds, 500 for half a second"
             yield checked(f"targets of {model}", False, "; ".join(wrong), advice)
+
+
+def of_gpus(fleet: Fleet) -> Iterator[Check]:
+    """Yield a check of each GPU that is neither a profile's nor in the table of data sheets."""
+    for spec in fleet.instances:
+        if spec.gpu and spec.latency is None:
+            try:
+                gpu_named(spec.gpu, "gpu")
+            except ConfigError as unknown:
+                advice = "correct it, or remove it and let answers tell the speed"
+                yield checked(f"GPU of {spec.name}", False, str(unknown), advice)
 
 
 def of_times(fleet: Fleet) -> Iterator[Check]:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         if not _is_engine(facts):
             print(visible(f"hetlb init: {url}: {why_unknown(facts)}"), file=sys.stderr)
     if not any(map(_is_engine, found.values())):
-        raise HetlbError("no server told what it serves: nothing to write")
+        raise HetlbError("no server listed its models: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
     return 0
 
@@ -100,7 +100,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
 
 def about(facts: EngineFacts) -> str:
     """Return the comment line that describes a server."""
-    parts = [f"vLLM {facts.version}" if facts.version else "version not told"]
+    parts = [f"vLLM {facts.version}" if facts.version else "version unknown"]
     if facts.max_model_len is not None:
         parts.append(f"context {facts.max_model_len:,} tokens")
     capacity = None if facts.sample is None else facts.sample.capacity
@@ -111,7 +111,7 @@ def about(facts: EngineFacts) -> str:
         if capacity.enable_prefix_caching is not None:
             parts.append(f"prefix caching {'on' if capacity.enable_prefix_caching else 'off'}")
     else:
-        parts.append("KV cache not told: are its metrics on?")
+        parts.append("KV cache unknown: are its metrics on?")
     return ", ".join(parts)
 
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", sample, "N", whole(1, MAX_ROWS), MAX_ROWS)
     add("--request-rate", "requests/s of the whole fleet; ranks by goodput", "R", FINITE)
     add("--goodput", "latency limits at that rate: ttft, tpot", "NAME:MS", default=(), nargs="+")
-    stages = "most stages of an instance (default: 1, more where GPUs would be left over)"
+    stages = "most stages of an instance (default: 1, more if GPUs would be left over)"
     add("--pipeline-parallel", stages, "N", whole(1, MOST_STAGES))
     add("--data-parallel", "put equal instances of a machine behind one URL", action="store_true")
     add("--time-limit", "seconds for everything (default: none)", "S", FINITE, math.inf)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
     add("--config", "fleet file; every instance needs a profile", "FLEET.yaml", Path)
     add_load(parser)
-    rows = "rows of the trace, repeated where there are fewer (default: all)"
+    rows = "rows of the trace, repeated if there are fewer (default: all)"
     add("--num-prompts", rows, "N", COUNT)
     add("--policy", "scheduling policies, a run each (default: the file's)", "A,B,C")
     predictor = "predictor of output lengths (default empirical)"

@@ -58,9 +58,11 @@ def mistakes_in(raw: Any, kind: Any) -> list[str]:
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """Return ` (did you mean …?)` where one of `names` is close to what was given, else nothing."""
-    close = difflib.get_close_matches(str(given), list(names), n=1) if isinstance(given, str) else []
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return ` (did you mean …?)` if one of `names` is close to what was given, else nothing."""
+    by_form = {name.lower().replace("-", "_"): name for name in names}
+    form = given.lower().replace("-", "_") if isinstance(given, str) else ""
+    close = difflib.get_close_matches(form, by_form, n=1)
+    return f" (did you mean {by_form[close[0]]}?)" if close else ""
 
 
 def listed(names: Collection[str]) -> str:

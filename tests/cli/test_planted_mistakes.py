@@ -71,6 +71,31 @@ FILES = {
     ),
     "no such connector": (one(model=", kv_transfer: nixll"), "expected nixl or mooncake"),
     "no such policy": (TWO + "policy: {name: hetlbb}\n", "did you mean hetlb?"),
+    "another case": (TWO + "policy: {name: HETLB}\n", "did you mean hetlb?"),
+    "another hyphen": (TWO + "policy: {name: Least_Requests}\n", "did you mean least-requests?"),
+    "a key with hyphens": (one(", max-num-seqs: 2"), "did you mean max_num_seqs?"),
+    "servers for instances": ("models: [{name: m, servers: [{url: 'http://a:1'}]}]\n", "unknown key"),
+    "instances beside models": (TWO + "instances: [{url: 'http://a:1'}]\n", "instances: unknown key"),
+    "URLs alone": ("models: [{name: m, instances: ['http://a:1']}]\n", "expected a mapping of keys"),
+    "an address for listen": (TWO + "listen: 0.0.0.0:8080\n", "listen: expected a mapping of keys"),
+    "a unit": (TWO + "queue: {timeout_s: 5s}\n", "queue.timeout_s: expected a number, got '5s'"),
+    "a share in percent": (
+        one(model=", canary: {instance: a, share: 5%}"),
+        "canary.share: expected a number",
+    ),
+    "a variable": (one(url="http://${HOST}:8000"), "expected a URL like"),
+    "a model twice": (
+        "models: [{name: m, instances: [{url: 'http://a:1'}]}, {name: m, instances: [{url: 'http://b:1'}]}]\n",
+        "expected a name used once",
+    ),
+    "one alias for two": (
+        "models: [{name: m, aliases: [x], instances: [{url: 'http://a:1'}]},"
+        " {name: n, aliases: [x], instances: [{url: 'http://b:1'}]}]\n",
+        "models[1].aliases: expected names used once",
+    ),
+    "an authority without TLS": (one(", ca_file: c.pem"), "expected none unless the url begins with https"),
+    "a role without a connector": (one(", role: prefill"), "role: expected both without kv_transfer"),
+    "a key of the wrong table": (TWO + "proxy: {log_format: json}\n", "did you mean request_log_format?"),
     "no such weight": (TWO + "policy: {weights: {first_token: 1}}\n", "did you mean first_token_s?"),
     "no such predictor": (TWO + "policy: {predictor: magic}\n", "predictor: expected one of"),
     "a plan of another fleet": (TWO + "policy: {worth: {z: 1}}\n", "policy.worth: expected one of a, b"),
@@ -114,6 +139,14 @@ def test_a_version_and_an_empty_file_are_told(tmp_path: Path, capsys: pytest.Cap
         path.write_text(text)
         assert main(["serve", "--config", str(path), "--check"]) == 2
         assert said in capsys.readouterr().err
+
+
+async def test_a_gpu_that_decides_nothing_is_told(tmp_path: Path) -> None:
+    async with server(GOOD) as url:
+        [found] = await wrong(tmp_path, [url], 1, {"gpu": "H10O"})
+        assert found["name"] == "GPU of s0"
+        assert "got 'H10O'; did you mean H100 or" in found["found"]
+        assert await wrong(tmp_path, [url], 0, {"gpu": "NVIDIA H100 80GB HBM3"}) == []
 
 
 # --- servers ---

@@ -113,7 +113,7 @@ async def test_a_token_is_changed_by_a_reload_and_never_dropped_elsewhere_than_o
         running.rewrite(document(engine))
         reply = await running.admin("POST", "/v1/reload", **bearer("another-token"))
         assert reply.status == 400
-        assert "admin.host: expected a loopback address like 127.0.0.1 where neither" in reply.message
+        assert "admin.host: expected a loopback address like 127.0.0.1, or a token" in reply.message
         assert (await running.admin("GET", "/v1/fleet")).status == 401
 
 
@@ -544,7 +544,7 @@ BASE = 'version: 1\nmodels: [{name: m, instances: [{name: a, url: "http://127.0.
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("admin: {host: 0.0.0.0}", "admin.host: expected a loopback address like 127.0.0.1 where neither"),
+        ("admin: {host: 0.0.0.0}", "admin.host: expected a loopback address like 127.0.0.1, or a token"),
         ("admin: {host: '::'}", "admin.host: expected a loopback address"),
         ("admin: {host: example.org}", "admin.host: expected a loopback address"),
         ("admin: {token_file: a, token_env: B}", "admin.token_file: expected either token_file or token_env"),
@@ -559,7 +559,7 @@ BASE = 'version: 1\nmodels: [{name: m, instances: [{name: a, url: "http://127.0.
         ("admin: {registration_networks: [10.0.0.1/8]}", "admin.registration_networks: expected networks"),
         ("admin: {registration_networks: [intranet]}", "admin.registration_networks: expected networks like"),
         ("proxy: {api_keys_file: keys, passthrough_authorization: true}",
-         "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, got true"),
+         "proxy.passthrough_authorization: expected false, as proxy.api_keys_file is set, got true"),
         ("proxy: {api_keys_file: none}", "no such file"),
     ],
 )  # fmt: skip
@@ -597,7 +597,7 @@ def test_where_registration_could_do_harm_networks_are_named(tmp_path: Path, mod
     write(tmp_path, "key", "sk-model")
     text = BASE % ("", model) + "admin: {registration: true%s%s}\n"
     assert problem(tmp_path, text % ("", more)).startswith(
-        "admin.registration_networks: expected the networks in which instances may be registered where keys"
+        "admin.registration_networks: expected the networks in which instances may be registered "
     )
     (tmp_path / "fleet.yaml").write_text(text % (", registration_networks: [10.0.0.0/8]", more))
     access = load_access(load_fleet(tmp_path / "fleet.yaml"))

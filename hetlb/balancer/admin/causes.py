@@ -164,7 +164,7 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     flaps = each.evidence.health.ejections
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
-        return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
+        return StateCause("flaps", name, sentence, "Look at its log; its wait doubles each time.")
     if KEY_REFUSED in each.evidence.health.reason:
         sentence = each.evidence.health.reason.replace("it", name, 1)
         return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
@@ -179,11 +179,12 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         if now - evidence.answers.odd_at > WRONG_S:
             return StateCause("refuses", name, told, "Check its API key, model name and limits.")
         told = f"{name} answered {evidence.answers.told} requests wrong; the other servers did not"
-        advice = f"Send {name} a request by hand: no text, another model, or always the same?"
+        advice = f"Send {name} a request by hand: is there a text, of this model, another one each time?"
         return StateCause("wrong_answers", name, told, advice)
     if each.leaves_at is not None:
         left_s = max(0.0, each.leaves_at - now)
-        return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", "Its work moves: do nothing.")
+        advice = "Its requests move to other servers. Nothing to do."
+        return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", advice)
     if each.spec.model and each.served is not None and each.spec.model not in each.models:
         serves = ", ".join(each.served) or "nothing"
         sentence = f"{name} serves {serves}, not {each.spec.model}"
@@ -217,7 +218,7 @@ def _of_answers(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("no_metrics", name, sentence, f"Let hetlb read /metrics of {name}.")
     if stale_s > STALE_S:
         sentence = f"the last report of {name} is {stale_s:.0f} s old"
-        return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
+        return StateCause("stale_report", name, sentence, f"Check why {name} does not answer /metrics.")
     return None
 
 

@@ -348,7 +348,8 @@ def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
     if guessed:
         it = "its" if len(guessed) == 1 else "their"
         return f"The slots of {_listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."
-    unknown = [each.name for each in able if speed_source(each) is BeliefSource.ASSUMED]
+    assumed = [each for each in able if speed_source(each) is BeliefSource.ASSUMED]
+    unknown = [each.name for each in assumed if not each.spec.gpu]
     if unknown and len(able) > 1:
         it = "its" if len(unknown) == 1 else "their"
         return f"The speed of {_listed(unknown)} is assumed until an answer: state {it} gpu in the file."

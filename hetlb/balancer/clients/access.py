@@ -88,13 +88,13 @@ def load_access(fleet: Fleet) -> Access:
     if admin.registration and not networks and (gives_keys or not is_loopback(admin.host)):
         raise ConfigError(
             f"{where}admin.registration_networks: expected the networks in which instances may be registered "
-            "where keys are sent to engines or admin.host is not on loopback, but the key is missing"
+            "(keys are sent to engines, or admin.host is not on loopback), but the key is missing"
         )
     token = read_secret(admin.token_file, admin.token_env, f"{where}admin.token", base)
     if token is None and not is_loopback(admin.host):
         raise ConfigError(
-            f"{where}admin.host: expected a loopback address like 127.0.0.1 where neither admin.token_file "
-            f"nor admin.token_env is set, got {admin.host!r}"
+            f"{where}admin.host: expected a loopback address like 127.0.0.1, or a token (admin.token_file "
+            f"or admin.token_env), got {admin.host!r}"
         )
     keys: ClientKeys | None = None
     if proxy.api_keys_file is not None:

@@ -181,7 +181,7 @@ def _check_access(instance: InstanceTable, url: str, key: str) -> None:
     """Check how the key of an instance at `url` and its authorities are stated. Raises `ConfigError`."""
     if instance.ca_file is not None and not url.startswith("https://"):
         raise ConfigError(
-            f"{key}.ca_file: expected one only where the url begins with https://, got {short(url)}"
+            f"{key}.ca_file: expected none unless the url begins with https://, got {short(url)}"
         )
     _check_secret(instance.api_key_file, instance.api_key_env, f"{key}.api_key")
 

@@ -143,7 +143,7 @@ def _access_mistakes(file: FleetFile) -> Iterator[str]:
     """Yield the mistakes in the keys and proxies of clients."""
     if file.proxy.passthrough_authorization and file.proxy.api_keys_file is not None:
         yield (
-            "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
+            "proxy.passthrough_authorization: expected false, as proxy.api_keys_file is set, "
             "got true: the engines would see the clients' keys"
         )
     for text in file.proxy.trusted_proxies:
@@ -164,7 +164,7 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
     if model.kv_transfer is None:
         for i, role in enumerate(roles):
             if role != "both":
-                yield f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+                yield f"{key}.instances[{i}].role: expected both without kv_transfer, got {role!r}"
     elif all(role == "prefill" for role in roles):
         yield f"{key}.instances: expected one with the role decode or both, got none"
 

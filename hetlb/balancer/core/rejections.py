@@ -37,7 +37,7 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
     if not fleet:
         return later(request.id, RejectReason.NO_INSTANCE, "No instance is there yet.")
     if any(each.served is None and not each.spec.model for each in fleet):
-        text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
+        text = f"Not every instance has listed its models yet; none of the others serves {request.model!r}."
         return later(request.id, RejectReason.NO_INSTANCE, text)
     names = ", ".join(islice(models, _LISTED_NAMES))
     text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."

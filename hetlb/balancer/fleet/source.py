@@ -91,8 +91,8 @@ class Sources:
                 if text != told:
                     told = text
                     tell(
-                        logger, Event.DISCOVERY_FAILED, "%s: %s; what it gave last stays", source.name, text,
-                        source=source.name,
+                        logger, Event.DISCOVERY_FAILED, "%s: %s; its last list stays in force", source.name,
+                        text, source=source.name,
                     )  # fmt: skip
             except Exception:  # a fault in one source ends neither the others nor the proxy
                 tell(

@@ -43,7 +43,7 @@ class FileSource:
             publish([found for each in self._known.values() for found in each])
             for text in mistakes:
                 tell(
-                    logger, Event.DISCOVERY_FAILED, "%s; what the file gave last stays", text,
+                    logger, Event.DISCOVERY_FAILED, "%s; its last list stays in force", text,
                     source=self.name,
                 )  # fmt: skip
 

@@ -369,7 +369,9 @@ class Sharing:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self.rejected += 1
             reason = " ".join(str(error).split())[:200]
-            self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
+            self._rejections.tell(
+                logger, Event.SHARED_MESSAGE, "shared state: an invalid message: %s", reason
+            )
             return
         self._heard(message, now)
 

@@ -28,9 +28,9 @@ class StreamState(StrEnum):
 
 HEADERS: Final = Transition("the request's headers", (StreamState.OPENED,), StreamState.READING)
 WHOLE: Final = Transition("the request is whole", (StreamState.READING,), StreamState.WAITING)
-TOLD: Final = Transition("the gateway is told an instance", (StreamState.WAITING,), StreamState.SENT)
+TOLD: Final = Transition("the gateway gets the name of an instance", (StreamState.WAITING,), StreamState.SENT)
 RESPONSE: Final = Transition(
-    "the answer's headers, the gateway's own if no instance was told",
+    "the answer's headers, the gateway's own if no instance was chosen",
     (StreamState.READING, StreamState.WAITING, StreamState.SENT),
     StreamState.HEAD_SEEN,
 )
@@ -41,7 +41,7 @@ WHOLE_ANSWER: Final = Transition(
     "the end of the answer", (StreamState.HEAD_SEEN, StreamState.ANSWERING), StreamState.PASSED
 )
 OWN_ANSWER: Final = Transition(
-    "the gateway is told to answer in place of an instance",
+    "the gateway is asked to answer in place of an instance",
     (
         StreamState.OPENED, StreamState.READING, StreamState.WAITING, StreamState.SENT,
         StreamState.HEAD_SEEN, StreamState.ANSWERING,

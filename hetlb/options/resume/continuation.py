@@ -207,7 +207,7 @@ class Continuation:
         draft = Draft(progress)
         read = read_answer(bytes(progress.texts), bytes(progress.ids))
         if read is None:
-            return self._no_draft("token ids that are none")
+            return self._no_draft("invalid token ids")
         texts, ids = read
         said = "".join(texts) + progress.ahead
         if not said and not progress.thought:

@@ -202,7 +202,7 @@ class Split(Attempt):
         except (*NOT_JSON, KeyError):
             entry = None
         if entry is None or query is None or self._call is None:
-            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server does not tell the engine")
+            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server does not name the engine")
             return
         self._params = msgspec.json.encode(
             {

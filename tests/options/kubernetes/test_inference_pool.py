@@ -114,7 +114,7 @@ async def test_a_cluster_without_pools_is_told_of_and_asked_again(caplog: pytest
         await turns_until(lambda: "inferencepools answers 404" in caplog.text)
         assert seen.times == 0
         await sources.close()
-    assert "inferencepools answers 404: Not Found; what it gave last stays" in caplog.text
+    assert "inferencepools answers 404: Not Found; its last list stays in force" in caplog.text
 
 
 async def test_priorities_come_from_the_pools_objectives() -> None:

@@ -239,7 +239,7 @@ class Endless:
 async def test_what_never_ends_is_given_up_at_its_bound(
     kind: str, limit: str, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the bound the source has failed, with a line; what it gave last stays."""
+    """At the bound the source has failed, with a line; its last list stays in force."""
     monkeypatch.setattr(kubernetes, limit, 1_000_000)
     server = Endless(kind)
     async with api_serving(server.handle) as url, watching(url) as seen:
