@@ -406,7 +406,9 @@ def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() ->
     assert causes(found) == [("key_refused", "b"), ("wrong_answers", "a")]
     sentences = [each["sentence"] for each in found["causes"]]
     assert "a answered 4 of its last 4 requests wrong; the other servers did not" in sentences
-    assert found["advice"].endswith("And 1 more: see causes.")
+    assert found["advice"].endswith(
+        "Also: a answered 4 of its last 4 requests wrong; the other servers did not."
+    )
 
 
 def test_a_server_without_a_page_of_metrics_is_named_once_it_answers() -> None:

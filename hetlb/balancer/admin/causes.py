@@ -177,9 +177,11 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     if evidence.answers.doubted:
         told = f"{name} failed {evidence.answers.told} requests; the other servers did not"
         if now - evidence.answers.odd_at > WRONG_S:
-            return StateCause("refuses", name, told, "Check its API key, model name and limits.")
+            return StateCause(
+                "refuses", name, told, "Look at its log; check its API key, model name and limits."
+            )
         told = f"{name} answered {evidence.answers.told} requests wrong; the other servers did not"
-        advice = f"Send {name} a request by hand: is there a text, of this model, another one each time?"
+        advice = f"Send {name} a request by hand: look for no text, another model, or always the same text."
         return StateCause("wrong_answers", name, told, advice)
     if each.leaves_at is not None:
         left_s = max(0.0, each.leaves_at - now)

@@ -256,9 +256,10 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
         sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
         advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
     wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
-    more = len({each.cause for each in causes} - {first.cause})
-    and_more = f" And {more} more: see causes." if more else ""
-    return f"{sentence}. {advice}{wait}{and_more}"
+    others = {each.cause: each.sentence for each in causes if each.cause != first.cause}
+    also = f" Also: {next(iter(others.values()))}." if others else ""
+    more = f" And {len(others) - 1} more: `hetlb status --json`." if len(others) > 1 else ""
+    return f"{sentence}. {advice}{wait}{also}{more}"
 
 
 def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:
