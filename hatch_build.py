@@ -38,7 +38,7 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "attempt", "carrier", "driver", "ends", "engine_answer", "engine_request", "exchange",
+            "attempt", "driver", "driver_timers", "ends", "engine_answer", "engine_request", "exchange",
             "exchange_states", "kept_answers", "plain_attempt", "relocations", "scheduler_driver",
             "served_fleet", "streamed_answer",
         )

@@ -34,7 +34,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     SleepSet,
 )
-from hetlb.balancer.exchange.carrier import SWEEP_S
+from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram

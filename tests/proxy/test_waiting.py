@@ -30,7 +30,7 @@ from proxy.upstreams import (
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.types import AdminState, AdminStateSet
-from hetlb.balancer.exchange.carrier import DrainRate
+from hetlb.balancer.exchange.driver_timers import DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.
@@ -44,8 +44,8 @@ def events(body: bytes) -> list[bytes]:
 
 def sweep(proxy: Any) -> None:
     """What the driver does twice a second, now."""
-    proxy.driver._sweeper.cancel()
-    proxy.driver._sweep()
+    proxy.driver._sweeper.close()
+    proxy.driver._sweeper.fire()
 
 
 async def waiting(proxy: Any) -> None:

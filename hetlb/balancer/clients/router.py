@@ -175,7 +175,7 @@ class Router:
         from hetlb.balancer.exchange.kept_answers import UNKNOWN, NotingMaker, kept_place
 
         if call.previous is not None:
-            place = kept_place(self._driver, call.previous, None if tenant is None else tenant.name)
+            place = kept_place(self._driver, call.previous, _owner(tenant))
             if place is None:
                 raise GateError(400, f"previous_response_id: {UNKNOWN}")
             call.subset = (place.instance,)
@@ -187,7 +187,7 @@ class Router:
         """Return the exchange with the instance that keeps a response. Raises `GateError`."""
         from hetlb.balancer.exchange.kept_answers import place_asked_for
 
-        place = place_asked_for(self._driver, head, None if tenant is None else tenant.name)
+        place = place_asked_for(self._driver, head, _owner(tenant))
         call = Call(body)
         call.model, call.subset = place.model, (place.instance,)
         call.renamed = True  # its key might use the model when it asked
@@ -222,7 +222,7 @@ class Router:
     def _resolve(self, names: ModelNames, head: RequestHead, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
-        owner = None if tenant is None else tenant.name
+        owner = _owner(tenant)
         session = self._session_of(head, owner) if names.canaries else None
         model = call.model = names.served(asked, self._driver.scheduling.fleet.available, session)
         call.renamed = model != asked
@@ -235,7 +235,7 @@ class Router:
         self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
     ) -> Exchange:
         driver, fleet = self._driver, self._driver.scheduling.fleet
-        owner = None if tenant is None else tenant.name
+        owner = _owner(tenant)
         model = call.model or fleet.only_model
         if not model:
             raise GateError(400, "model: expected the name of a model, since several are served here.")
@@ -354,7 +354,7 @@ class Router:
         path = (
             head.path if len(head.path) <= _MAX_PATH_CHARACTERS else head.path[:_MAX_PATH_CHARACTERS] + "..."
         )
-        owner = None if tenant is None else tenant.name
+        owner = _owner(tenant)
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 0)
         record.address = peer if self._forwarded is None else self._forwarded.of(head, peer)
@@ -416,6 +416,11 @@ class Router:
 def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
     answer = error_responses.bad_request(405, "method_not_allowed")
     return Refusal(answer, "Method Not Allowed", lines=b"allow: " + b", ".join(allowed) + b"\r\n")
+
+
+def _owner(tenant: Tenant | None) -> str | None:
+    """Return the name of a tenant, None without one."""
+    return None if tenant is None else tenant.name
 
 
 def _priority(head: RequestHead, kind: Kind, call: Call) -> int:

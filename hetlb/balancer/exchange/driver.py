@@ -21,7 +21,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.carrier import Carrier
+from hetlb.balancer.exchange.driver_timers import StallWatch, Sweeper
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
@@ -43,6 +43,8 @@ from hetlb.turns import turns
 SETTLED_REQUESTS: Final = 16
 #: Seconds of a pause of the process after which arrived bytes are read before anything times out.
 GAP_S: Final = 1.0
+#: An instance that sent part of an answer within these seconds fails no probe.
+_EMITS_S: Final = 2.0
 
 
 class Splits(Maker):
@@ -73,7 +75,7 @@ class Handshake(Maker):
         """Return the head with the engine's name of the model, in place of an alias."""
 
 
-class Driver(Carrier):
+class Driver:
     """Exchanges, connections to engines and counters of one process. `drive` gives it a scheduler."""
 
     scheduling: SchedulerDriver
@@ -86,7 +88,11 @@ class Driver(Carrier):
         access: Mapping[str, EngineAccess],
         options: Options,
     ) -> None:
-        super().__init__(loop)
+        self.loop = loop
+        self.now = loop.time
+        self.counted = Totals()
+        self.stalls = StallWatch(loop)
+        self._sweeper = Sweeper(loop, self.swept)
         self.options = options
         self.table = table
         self.token_estimator = token_estimator
@@ -234,6 +240,10 @@ class Driver(Carrier):
                     found[lease.instance] = at
         return found
 
+    def emits(self, name: str) -> bool:
+        """Return True if part of an answer came from an instance lately."""
+        return self.now() - self.tokens_at().get(name, -math.inf) < _EMITS_S
+
     def tokens_so_far(self, lease: Lease) -> int:
         """Return the output tokens of a lease: all of them, or the tokens until now."""
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
@@ -327,6 +337,7 @@ class Driver(Carrier):
 
     def swept(self, lag_s: float) -> None:
         """Sweep, twice a second; this time `lag_s` late."""
+        self.counted.lag.observe(lag_s)
         self.settle()
         now, table = self.now(), self.table
         if lag_s <= GAP_S:
@@ -371,7 +382,8 @@ class Driver(Carrier):
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
-        super().close()
+        self.stalls.close()
+        self._sweeper.close()
         if self.splits is not None:
             self.splits.stop()
         self.scheduling.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S
-from hetlb.balancer.exchange.carrier import SWEEP_S
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.exchange.exchange_states import Phase
 
 

@@ -35,13 +35,13 @@ class Relocations:
     def __init__(
         self,
         scheduler: Scheduler,
-        carrier: Driver,
+        driver: Driver,
         carry_out: Callable[[list[Command]], None],
         *,
         by_counters: bool,
     ) -> None:
         self._scheduler = scheduler
-        self._carrier = carrier
+        self._driver = driver
         self._carry_out = carry_out
         self._by_counters = by_counters
         self._mover: asyncio.TimerHandle | None = None
@@ -50,13 +50,13 @@ class Relocations:
 
     def sweep(self, now: float) -> None:
         """Check which instances work, and send elsewhere the requests that wait at others."""
-        scheduler, carrier = self._scheduler, self._carrier
-        if carrier.stalls.since(now - _OWN_STALL_S):
+        scheduler, driver = self._scheduler, self._driver
+        if driver.stalls.since(now - _OWN_STALL_S):
             return  # bytes that came meanwhile are not read yet
         if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
-            unread = [(lease.id, carrier.features(lease)) for lease in scheduler.failover.unread(now)]
+            unread = [(lease.id, driver.features(lease)) for lease in scheduler.failover.unread(now)]
             self._carry_out(
-                scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self._by_counters, features=unread)
+                scheduler.on_sweep(driver.tokens_at(), now, by_counters=self._by_counters, features=unread)
             )
         self._tell_stalls(now)
         if self._mover is None:
@@ -70,11 +70,11 @@ class Relocations:
 
     def _move_stranded(self) -> None:
         """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
-        self._mover, now, scheduler = None, self._carrier.now(), self._scheduler
+        self._mover, now, scheduler = None, self._driver.now(), self._scheduler
         stranded = scheduler.failover.stranded(now)
         left = self._move(stranded, scheduler.on_stranded, now, Outcome.UPSTREAM_BUSY)
         if left and scheduler.placement.retries.leases:
-            self._mover = self._carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
+            self._mover = self._driver.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
     def _move(
         self,
@@ -86,10 +86,10 @@ class Relocations:
         """Send leases elsewhere that may be taken back; they count as `outcome`. Return True if some stay."""
         left = False
         for lease in leases:
-            if self._carrier.may_turn_away(lease):
+            if self._driver.may_turn_away(lease):
                 commands = place(lease, now)
                 if lease.ended:
-                    self._carrier.turned_away(lease, outcome)
+                    self._driver.turned_away(lease, outcome)
                 left = left or not lease.ended
                 self._carry_out(commands)
         return left
@@ -103,7 +103,7 @@ class Relocations:
             why = self._scheduler.fleet.instances[name].evidence.why(now)
             text = "%s has %s: it gets one request at a time"
             tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
-            self._carrier.counted.instances[name].stalls += 1
+            self._driver.counted.instances[name].stalls += 1
         for name in self._stalled - stalled:
             if name in self._scheduler.fleet.instances:
                 tell(logger, Event.INSTANCE_MOVES, "%s goes on", name, instance=name)

@@ -37,7 +37,7 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.balancer.exchange.carrier import DrainRate
+from hetlb.balancer.exchange.driver_timers import DrainRate
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.relocations import Relocations
 from hetlb.balancer.exchange.served_fleet import ServedFleet
@@ -75,9 +75,9 @@ class SchedulerDriver:
     `by_counters`: silence of an engine counts only if its own counters stand still, too.
     """
 
-    def __init__(self, scheduler: Scheduler, carrier: Driver, *, by_counters: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, driver: Driver, *, by_counters: bool = False) -> None:
         self.scheduler = scheduler
-        self.carrier = carrier
+        self.driver = driver
         #: The fleet as exchanges see it.
         self.fleet = ServedFleet(scheduler)
         self.drain_rate = DrainRate(random.Random())
@@ -101,7 +101,7 @@ class SchedulerDriver:
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
-        self._relocations = Relocations(scheduler, carrier, self.carry_out, by_counters=by_counters)
+        self._relocations = Relocations(scheduler, driver, self.carry_out, by_counters=by_counters)
         scheduler.contain(policy_failed)
 
     # --- facts about requests ---
@@ -130,7 +130,7 @@ class SchedulerDriver:
 
         def again() -> None:
             if self._unknown.pop(request.id, None) is not None:
-                self.carry_out(self.scheduler.on_arrival(request, self.carrier.now()))
+                self.carry_out(self.scheduler.on_arrival(request, self.driver.now()))
 
         self._unknown[request.id] = request
         if len(self._unknown) > _MOST_UNKNOWN or not self.look_up(again):
@@ -177,7 +177,7 @@ class SchedulerDriver:
             lease, status, retry_after_s, now, features=features, may_move=self.moves_busy
         )
         if lease.ended:
-            self.carrier.turned_away(lease, _outcome_of(status))
+            self.driver.turned_away(lease, _outcome_of(status))
         self.carry_out(commands)
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
@@ -200,65 +200,65 @@ class SchedulerDriver:
     # --- facts about instances ---
 
     def change(self, change: InstanceChange) -> None:
-        carrier = self.carrier
-        now = carrier.now()
+        driver = self.driver
+        now = driver.now()
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
-            if carrier.emits(change.name):
+            if driver.emits(change.name):
                 return  # busy, not dead: its probes wait behind its work
-            if carrier.stalls.since(now - self.probe_timeout_s):
+            if driver.stalls.since(now - self.probe_timeout_s):
                 return  # the probe may have been answered while this process stood still
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):
             self.decisions = newest(self.decisions, len(self.scheduler.instances))
-            carrier.instances_changed()
+            driver.instances_changed()
         self.carry_out(commands)
 
     def sample(self, name: str, sample: EngineSample) -> None:
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
-        self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
-        self.carrier.sampled()
+        self.carry_out(self.scheduler.on_scrape(name, sample, self.driver.now()))
+        self.driver.sampled()
         if instance is not None and instance.asleep is not slept:
             event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
             text = "%s sleeps: it gets no requests" if instance.asleep else "%s woke up"
             tell(logger, event, text, name, instance=name)
 
     def kv_events(self, name: str, batch: KvEventBatch) -> None:
-        self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.driver.now()))
 
     def set_policy(self, name: str) -> None:
-        self.carry_out(self.scheduler.set_policy(name, self.carrier.now()))
+        self.carry_out(self.scheduler.set_policy(name, self.driver.now()))
 
     # --- commands ---
 
     def carry_out(self, commands: list[Command]) -> None:
-        carrier = self.carrier
+        driver = self.driver
         for command in commands:
             if type(command) is Dispatch:
                 if command.reason != HAND_OVER:  # decided with its prefill leg
-                    carrier.counted.decisions += 1
+                    driver.counted.decisions += 1
                     self.decisions.append(command)
                 lease, leased = command.lease, self.scheduler.ledger.leased
-                carrier.dispatch(
+                driver.dispatch(
                     command, leased[lease.id], None if lease.decode is None else leased[lease.decode.id]
                 )
             elif isinstance(command, Reject):
-                again_s = _retry_after_s(command, self.drain_rate, len(self.scheduler.queue), carrier.now())
-                carrier.reject(command, again_s)
+                again_s = _retry_after_s(command, self.drain_rate, len(self.scheduler.queue), driver.now())
+                driver.reject(command, again_s)
             elif isinstance(command, HealthChanged):
-                _log_health(command, carrier.counted)
+                _log_health(command, driver.counted)
             else:  # the engine's answer goes on to the client by itself
                 assert isinstance(command, PassOn), f"expected a command, got {command!r}"
         self.tick_later()
 
     def tick_later(self) -> None:
         if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
-            self._ticker = self.carrier.loop.call_at(deadline, self._tick)
+            self._ticker = self.driver.loop.call_at(deadline, self._tick)
 
     def _tick(self) -> None:
         self._ticker = None
         try:
-            self.carry_out(self.scheduler.on_tick(self.carrier.now()))
+            self.carry_out(self.scheduler.on_tick(self.driver.now()))
         finally:
             self.tick_later()
 
@@ -269,7 +269,7 @@ class SchedulerDriver:
 
     def count_calls(self) -> None:
         """Count the seconds of the scheduler's calls since the last time."""
-        counted = self.carrier.counted
+        counted = self.driver.counted
         counted.arrival.observe_all(self._arrival_s)
         counted.end.observe_all(self._end_s)
         self._arrival_s.clear()

@@ -277,7 +277,7 @@ class FleetService(ABC):
     async def reload(self) -> str:
         """Read the fleet file again, whole or not at all; return the changes. Raises `InputError`."""
         async with self._reloading:
-            reloads = self.scheduling.carrier.counted.reloads
+            reloads = self.scheduling.driver.counted.reloads
             await asyncio.to_thread(self._seen.before_reading)
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet)

@@ -22,7 +22,7 @@ from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.exchange.carrier import SWEEP_S
+from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
 from hetlb.files import content, readable_name

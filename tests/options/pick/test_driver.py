@@ -18,7 +18,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
-from hetlb.balancer.exchange.carrier import StallWatch
+from hetlb.balancer.exchange.driver_timers import StallWatch
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.pick_driver import MOST_RANKED_INSTANCES, PickDriver
 

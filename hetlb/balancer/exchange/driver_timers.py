@@ -1,27 +1,21 @@
-"""Base of what carries out the commands of a scheduler: its clock, its counters and its sweeps.
-
-`balancer/exchange/driver.py` has the exchanges of a process, which carry them out.
-"""
+"""Timers of the driver of a process: its sweeps, its stalls, and the rate at which its requests end."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from time import perf_counter
 from typing import Final
 
 from hetlb.balancer.core.rate import RecentRate
-from hetlb.balancer.telemetry.counters import Totals
 
 #: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
 #: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
-#: An instance that sent part of an answer within these seconds fails no probe.
-EMITS_S: Final = 2.0
 #: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
 #: Requests that end within these seconds are counted at once.
@@ -93,37 +87,23 @@ class StallWatch:
         self._beater = self._loop.call_at(self._due, self._beat)
 
 
-class Carrier(ABC):
-    """Base of the executors of a scheduler's commands: the clock, counters and sweeps of its process."""
+class Sweeper:
+    """Timer of a process's sweeps: it calls `sweep` twice a second, with the seconds by which it is late."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.now = loop.time
-        self.counted = Totals()
-        self.stalls = StallWatch(loop)
-        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        self._sweep_due = perf_counter() + SWEEP_S
+    __slots__ = ("_due", "_loop", "_sweep", "_timer")
 
-    @abstractmethod
-    def tokens_at(self) -> dict[str, float]:
-        """Return the time of the newest part of a stream, by instance with streams."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, sweep: Callable[[float], None]) -> None:
+        self._loop = loop
+        self._sweep = sweep
+        self._timer = loop.call_later(SWEEP_S, self.fire)
+        self._due = perf_counter() + SWEEP_S
 
-    def emits(self, name: str) -> bool:
-        """Return True if part of an answer came from an instance lately."""
-        return self.now() - self.tokens_at().get(name, -math.inf) < EMITS_S
-
-    def _sweep(self) -> None:
-        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+    def fire(self) -> None:
+        """Sweep now, and again in `SWEEP_S`."""
+        self._timer = self._loop.call_later(SWEEP_S, self.fire)
         clock = perf_counter()
-        lag_s = max(0.0, clock - self._sweep_due)
-        self.counted.lag.observe(lag_s)
-        self._sweep_due = clock + SWEEP_S
-        self.swept(lag_s)
-
-    @abstractmethod
-    def swept(self, lag_s: float) -> None:
-        """Sweep, twice a second; this time `lag_s` late."""
+        late_s, self._due = max(0.0, clock - self._due), clock + SWEEP_S
+        self._sweep(late_s)
 
     def close(self) -> None:
-        self.stalls.close()
-        self._sweeper.cancel()
+        self._timer.cancel()
