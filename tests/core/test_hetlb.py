@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetlb
-from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance_ledger import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass

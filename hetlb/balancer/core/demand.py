@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_limits import Parameters
+from hetlb.balancer.core.instance_ledger import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.rate import RecentRate

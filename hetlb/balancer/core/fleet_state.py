@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_limits import ChangeCounter
+from hetlb.balancer.core.instance_ledger import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances

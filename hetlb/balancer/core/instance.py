@@ -8,8 +8,12 @@ from typing import Final
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
 from hetlb.balancer.core.forecast_errors import ForecastErrors
-from hetlb.balancer.core.instance_ledger import InstanceLedger
-from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_NUM_SEQS, ChangeCounter
+from hetlb.balancer.core.instance_ledger import (
+    DEFAULT_MAX_LORAS,
+    DEFAULT_MAX_NUM_SEQS,
+    ChangeCounter,
+    InstanceLedger,
+)
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex

@@ -88,7 +88,7 @@ class StallWatch:
 
 
 class Sweeper:
-    """Timer of a process's sweeps: it calls `sweep` twice a second, with the seconds by which it is late."""
+    """Timer of a process's sweeps: it calls `sweep` twice a second, with its lateness in seconds."""
 
     __slots__ = ("_due", "_loop", "_sweep", "_timer")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_limits import MAX_WORKLOAD_S
+from hetlb.balancer.core.instance_ledger import MAX_WORKLOAD_S
 from hetlb.balancer.core.policies.base import Choice, Policy
 from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foreseen
