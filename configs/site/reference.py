@@ -54,7 +54,7 @@ from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.peers import lease_wire, peer_messages
 from hetlb.options.pick import stream_states
-from hetlb.options.wake import sleep_states
+from hetlb.options.wake import waker
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.plan.market import MarketFile
 from hetlb.tools.stage.stages_file import StagesFile
@@ -578,7 +578,7 @@ def states_page() -> str:
         "\n".join(
             _table(
                 ("state", "event", "next"),
-                [(", ".join(each.before), each.event, each.after) for each in sleep_states.TRANSITIONS],
+                [(", ".join(each.before), each.event, each.after) for each in waker.TRANSITIONS],
             )
         ),
         "## Outcomes",

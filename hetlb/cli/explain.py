@@ -19,9 +19,11 @@ from rich.text import Text
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.baselines import COMBINE_FORMS
+from hetlb.balancer.core.policies.base import best
+from hetlb.balancer.core.policies.baselines import COMBINE_FORMS, paper_terms
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.ready import least_tokens
+from hetlb.balancer.core.policies.sight import foreseen
+from hetlb.balancer.core.ready import least_tokens, with_excluded
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Candidate, Health, Request
@@ -29,7 +31,6 @@ from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, number, print_document, real, whole
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError, visible
-from hetlb.tools.explained import explained
 from hetlb.tools.tables import Console
 
 
@@ -242,3 +243,30 @@ def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None) -> str:
     if more == 0:
         return "equal, later"
     return f"{100 * more / chosen['score']:+.0f} %" if chosen["score"] > 0 else f"{more:+.3g}"
+
+
+def explained(
+    scheduler: Scheduler, request: Request, predicted: float, now: float
+) -> tuple[list[Candidate], str | None]:
+    """Return every instance of the request's model with all its terms, in file order, and the chosen one.
+
+    Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
+    """
+    placement, ready = scheduler.placement, scheduler.fleet.ready.get(request.model)
+    if ready is None:
+        return [], None
+    choices = placement.able(request, ready, now)
+    ctx = placement.context(request, predicted, scheduler.queue.waiting(request.model), now)
+    ctx.restraints = choices.restraints
+    ctx.burst = 1.0 if ready.idle else ctx.burst + 1.0
+    scored = placement.policy.score(ctx, choices.instances) if choices.instances else []
+    candidates = with_excluded(scored, ready.instances, choices.excluded)
+    for instance, candidate in zip(ready.instances, candidates, strict=True):
+        if candidate.forecast is None:
+            candidate.forecast = instance.errors.corrected(foreseen(ctx, instance))
+        if candidate.ideal_batch is None:
+            terms = paper_terms(instance, request, predicted, placement.policy.params)
+            candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
+            candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
+    chosen = best(candidates)
+    return candidates, None if chosen is None else candidates[chosen].instance

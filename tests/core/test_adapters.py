@@ -21,7 +21,7 @@ from hetlb.balancer.core.types import (
     Request,
 )
 from hetlb.balancer.engines.engine_metrics import parse
-from hetlb.tools.explained import explained
+from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = tuple(f"lora-{n}" for n in range(8))

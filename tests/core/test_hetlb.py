@@ -22,7 +22,7 @@ from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome
-from hetlb.tools.explained import explained
+from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.

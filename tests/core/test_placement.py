@@ -24,7 +24,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
-from hetlb.tools.explained import explained
+from hetlb.cli.explain import explained
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
 

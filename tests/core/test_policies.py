@@ -22,7 +22,7 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
-from hetlb.tools.explained import explained
+from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 COMBINE_BY_HAND = {

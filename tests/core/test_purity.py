@@ -26,7 +26,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
-from hetlb.tools.explained import explained
+from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: Policies whose score is of an instance among the others: its turn or place, or a draw.

@@ -32,6 +32,6 @@ class PageOrigins:
         return _LINES % origin
 
     def permission(self, head: RequestHead) -> bytes:
-        """Return the answer to the question that a browser asks before a request."""
+        """Return the answer to a browser's preflight request (`OPTIONS`)."""
         asked = head.fields.get(b"access-control-request-headers", b"*")
         return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)

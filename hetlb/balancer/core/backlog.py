@@ -73,10 +73,10 @@ class Backlog:
         return rejections.not_answered(request.id, unsent=unsent)
 
     def estimate_again(self) -> None:
-        """Estimate the next few waiting requests again; a later call continues behind them.
+        """Estimate the size and the due time of the next few waiting requests again; the next call goes on.
 
-        Predicted lengths change, and what caches hold of a prompt: turns of a conversation that wait follow
-        the one that was read, and a prompt that was evicted takes longer to read.
+        Both change while a request waits: predictions learn, and a cache takes in or evicts parts of its
+        prompt. Example: after one turn of a conversation was read, the next turn takes less time to read.
         """
         queue, stale, placement = self.queue, self._stale, self._placement
         if not stale:

@@ -250,7 +250,7 @@ class FleetState:
     # --- evidence ---
 
     def account(self) -> Losses:
-        """Return the account of lost answers, which begins with the first one."""
+        """Return the account of lost answers; make it if no answer was lost before."""
         if self.losses is None:
             from hetlb.balancer.core.evidence.losses import Losses
 

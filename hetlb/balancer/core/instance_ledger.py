@@ -547,7 +547,7 @@ class InstanceLedger:
         self._steps -= self.speed.stood(since, now) * self._steps_per_s
 
     def _take_finished(self, sequences: int) -> None:
-        """Take over how many sequences of live requests have ended, at most all but one of each."""
+        """Take over how many sequences of live requests have ended. Each request keeps one at least."""
         self._occupancy = None
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])

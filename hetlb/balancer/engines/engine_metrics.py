@@ -1,9 +1,9 @@
-"""Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
+"""Reader of engines' metrics pages: text to an `EngineSample`, by the names of `engine_tables`.
 
 Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for figures that are
 absent or absurd and the names of these. A server of several data-parallel engines has one series per engine:
-counts and KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Within an
-engine the ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
+counts and KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Series of
+one engine are not summed: ranks of a model repeat a figure, and a figure by priority has its total beside it.
 """
 
 from __future__ import annotations

@@ -427,7 +427,10 @@ class Supervisor:
         self._listeners = self._listeners.only()
 
     def _stop(self) -> None:
-        """Let all workers fail readiness, drain and end."""
+        """Stop all workers: each answers 503 at `/readyz`, ends its requests and exits.
+
+        A second signal, or `SIGINT`, makes them hurry.
+        """
         signals = self._signals
         hurry = signal.SIGINT in signals or len(signals) > 1
         self._stopping = True

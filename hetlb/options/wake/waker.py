@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.config.fleet_tables import WakeTable
@@ -23,9 +24,7 @@ from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
-from hetlb.options.wake import sleep_states as states
 from hetlb.options.wake.doors import MOST_SLEEP_S, MOST_WAKE_S, Door, DoorError, door
-from hetlb.options.wake.sleep_states import SleepState
 from hetlb.tasks import end, ended
 
 logger = logging.getLogger("hetlb.wake")
@@ -36,6 +35,31 @@ LOOK_S: Final = 0.1
 _USUAL_S: Final = 20.0
 #: Seconds after a wake in which an older page may still say that the engine sleeps.
 _STALE_S: Final = 30.0
+
+
+class SleepState(StrEnum):
+    """State of an instance that may sleep."""
+
+    AWAKE = "awake"
+    DRAINING = "draining to sleep"
+    FALLING_ASLEEP = "falling asleep"
+    ASLEEP = "asleep"
+    WAKING = "waking up"
+
+
+FOUND_ASLEEP: Final = Transition(
+    "its engine says so, or with commands: nothing answers", (SleepState.AWAKE,), SleepState.ASLEEP
+)
+LEFT: Final = Transition(
+    "idle for sleep_after_s, or another one of its group is to wake", (SleepState.AWAKE,), SleepState.DRAINING
+)
+EMPTY: Final = Transition("its last request has ended", (SleepState.DRAINING,), SleepState.FALLING_ASLEEP)
+SLEPT: Final = Transition("it sleeps", (SleepState.FALLING_ASLEEP,), SleepState.ASLEEP)
+SLEEP_FAILED: Final = Transition("its server refused", (SleepState.FALLING_ASLEEP,), SleepState.AWAKE)
+CALLED: Final = Transition("a request waits for its model", (SleepState.ASLEEP,), SleepState.WAKING)
+WOKEN: Final = Transition("it answers", (SleepState.WAKING,), SleepState.AWAKE)
+WAKE_FAILED: Final = Transition("it did not wake up", (SleepState.WAKING,), SleepState.ASLEEP)
+TRANSITIONS: Final = (FOUND_ASLEEP, LEFT, EMPTY, SLEPT, SLEEP_FAILED, CALLED, WOKEN, WAKE_FAILED)
 
 
 class Sleeper:
@@ -133,7 +157,7 @@ class Waker:
             if place.state is SleepState.AWAKE and rests and now - place.idle_since >= rests:
                 self._leave(place, f"idle for {rests:g} s", now)
             if place.state is SleepState.DRAINING and not _busy(instance):
-                self._enter(place, states.EMPTY, now)
+                self._enter(place, EMPTY, now)
                 place.task = asyncio.create_task(self._sleep(place), name=f"sleep-{place.name}")
 
     def _note(self, place: Sleeper, instance: Instance, oldest: Mapping[str, float], now: float) -> None:
@@ -148,7 +172,7 @@ class Waker:
         else:
             asleep = instance.asleep and now - place.since >= (_STALE_S if place.wake_s else 0.0)
         if asleep:
-            self._enter(place, states.FOUND_ASLEEP, now)
+            self._enter(place, FOUND_ASLEEP, now)
 
     def _call(
         self, model: str, oldest: Mapping[str, float], there: Mapping[Sleeper, Instance], now: float
@@ -187,7 +211,7 @@ class Waker:
             if each.state is SleepState.AWAKE:
                 self._leave(each, f"{place.name} is to wake up", now)
         if not others and place.tries.take(now):
-            self._enter(place, states.CALLED, now)
+            self._enter(place, CALLED, now)
             place.task = asyncio.create_task(self._wake(place), name=f"wake-{place.name}")
 
     def _may_leave(
@@ -216,7 +240,7 @@ class Waker:
         if not place.naps.take(now):
             return
         tell(logger, Event.INSTANCE_ASLEEP, "%s is to sleep: %s", place.name, why, instance=place.name)
-        self._enter(place, states.LEFT, now)
+        self._enter(place, LEFT, now)
 
     async def _sleep(self, place: Sleeper) -> None:
         try:
@@ -227,11 +251,11 @@ class Waker:
                 logger, Event.SLEEP_FAILED, "%s does not sleep: %s", place.name, _line(error),
                 instance=place.name, reason=_line(error),
             )  # fmt: skip
-            self._enter(place, states.SLEEP_FAILED, self._now())
+            self._enter(place, SLEEP_FAILED, self._now())
             return
         place.failed = False
         place.naps.answered()
-        self._enter(place, states.SLEPT, self._now())
+        self._enter(place, SLEPT, self._now())
 
     async def _wake(self, place: Sleeper) -> None:
         began = self._now()
@@ -244,7 +268,7 @@ class Waker:
                 logger, Event.WAKE_FAILED, "%s does not wake up: %s", place.name, _line(error),
                 instance=place.name, reason=_line(error),
             )  # fmt: skip
-            self._enter(place, states.WAKE_FAILED, self._now())
+            self._enter(place, WAKE_FAILED, self._now())
             return
         now = self._now()
         took_s = now - began
@@ -253,7 +277,7 @@ class Waker:
         place.wake_s = took_s if place.wake_s is None else 0.5 * (place.wake_s + took_s)
         text = "%s woke up in %.1f s"
         tell(logger, Event.INSTANCE_AWAKE, text, place.name, took_s, instance=place.name)
-        self._enter(place, states.WOKEN, now)
+        self._enter(place, WOKEN, now)
 
 
 def _shares(one: Sleeper, other: Sleeper) -> bool:

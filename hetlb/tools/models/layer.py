@@ -166,13 +166,13 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """FLOPs of `layers` layers alike, for each pair of a query and a key.
+    """FLOPs of attention in `layers` layers that are alike, for each pair of a query and a key.
 
+    Example: a prompt of 4 tokens has 4 * 5 / 2 = 10 pairs if causal; a decode step at context 4 has 4.
     A pair costs two FLOPs for each number of the key and of the value: 2 * heads * (key + value).
-    A prompt of n tokens has n * (n + 1) / 2 pairs in a causal layer; a decode step at context c has c.
-    `pair_flops` are of prompts, `step_flops` of decode steps: a latent is multiplied itself then. A query
-    sees `most_tokens` keys at most (a window, or the keys that an index chooses); 0: all. `index_flops` are
-    of each pair, seen or not.
+    `pair_flops` is the cost in a prompt, `step_flops` in a decode step: with latent attention (MLA) a step
+    multiplies the longer latent vectors. A query attends to at most `most_tokens` keys (a window, or the keys
+    that an index chooses); 0: all. `index_flops` is the cost of the index, which reads every pair.
     """
 
     layers: int

@@ -425,7 +425,7 @@ def deepseek_v4_beside(keys: ConfigKeys) -> tuple[Weights, ...]:
 
 
 def kimi_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
-    """Return Kimi Linear's experts, which may work in a narrower space."""
+    """Return Kimi Linear's experts; with `moe_latent_size` they compute on vectors of that size."""
     if not (experts_of(keys) and is_sparse(keys, layer)):
         return dense(family, keys)
     hidden, width = keys.whole("hidden_size"), keys.value("moe_latent_size")

@@ -58,7 +58,7 @@ _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`stream_options`."""
+    """Field `stream_options` of a request for a stream."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False

@@ -21,9 +21,7 @@ from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
-from hetlb.options.wake import sleep_states
-from hetlb.options.wake.sleep_states import SleepState
-from hetlb.options.wake.waker import Waker
+from hetlb.options.wake.waker import TRANSITIONS, SleepState, Waker
 from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[3] / "hetlb" / "tools" / "demo" / "fast.yaml"
@@ -350,6 +348,6 @@ async def test_who_may_register_a_server_may_run_no_command(tmp_path: Path) -> N
 
 
 def test_each_state_is_reached_and_left() -> None:
-    rows: tuple[Transition[SleepState], ...] = sleep_states.TRANSITIONS
+    rows: tuple[Transition[SleepState], ...] = TRANSITIONS
     assert {row.after for row in rows} == set(SleepState)
     assert {each for row in rows for each in row.before} == set(SleepState)
