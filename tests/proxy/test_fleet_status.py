@@ -290,6 +290,7 @@ def test_a_stale_report_and_a_refused_reload_are_said() -> None:
     found = status(fleet.scheduler, pool, fleet.recent, fleet.now, "fleet.yaml: models: expected a list")
     assert (found["state"], causes(found)[0][0]) == ("degraded", "reload_refused")
     assert "expected a list" in found["causes"][0]["sentence"]
+    assert "The edited fleet file was rejected (" in found["advice"]
 
 
 def test_one_tenant_with_most_of_the_queue_is_named() -> None:
@@ -389,7 +390,8 @@ def test_a_server_that_flaps_is_named_until_it_stays() -> None:
     fleet.refuse("a")
     found = fleet.look()
     assert causes(found)[0] == ("flaps", "a")
-    assert "a flaps: it was down 4 times in 42 s" in found["advice"]
+    assert "a flaps: it was down 4 times in 42 s, now: " in found["advice"]
+    assert "Start it, or check its network." in found["advice"]
 
 
 def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() -> None:

@@ -161,16 +161,18 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
     if each.asleep or each.sleep.reason:
         return None
-    flaps = each.evidence.health.ejections
+    flaps, reason = each.evidence.health.ejections, each.evidence.health.reason
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
-        return StateCause("flaps", name, sentence, "Look at its log; its wait doubles each time.")
-    if KEY_REFUSED in each.evidence.health.reason:
-        sentence = each.evidence.health.reason.replace("it", name, 1)
+        now_down = "" if each.routable or not reason else f", now: {reason}"
+        advice = next_step_of(each) if now_down else "Look at its log; its wait doubles each time."
+        return StateCause("flaps", name, sentence + now_down, advice)
+    if KEY_REFUSED in reason:
+        sentence = reason.replace("it", name, 1)
         return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
     if not each.routable or each.evidence.health.state is not Health.UP:
-        reason = f" ({each.evidence.health.reason})" if each.evidence.health.reason else ""
-        return StateCause("dead", name, f"{name} is down{reason}", next_step_of(each))
+        sentence = f"{name} is down ({reason})" if reason else f"{name} is down"
+        return StateCause("dead", name, sentence, next_step_of(each))
     if evidence.silence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
         return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
@@ -217,7 +219,12 @@ def _of_answers(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
     if each.pageless and each.evidence.answers.well:
         sentence = f"{name} has no /metrics: its load is known by hetlb's own requests alone"
-        return StateCause("no_metrics", name, sentence, f"Let hetlb read /metrics of {name}.")
+        return StateCause(
+            "no_metrics",
+            name,
+            sentence,
+            "Start it without --disable-log-stats, or state its max_num_seqs if it has none.",
+        )
     if stale_s > STALE_S:
         sentence = f"the last report of {name} is {stale_s:.0f} s old"
         return StateCause("stale_report", name, sentence, f"Check why {name} does not answer /metrics.")

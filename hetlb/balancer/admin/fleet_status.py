@@ -255,6 +255,8 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
     if len(alike) > 1 and first.cause == "dead":
         sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
         advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
+    if not (first.instance and sentence.startswith(first.instance)):
+        sentence = sentence[:1].upper() + sentence[1:]
     wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
     others = {each.cause: each.sentence for each in causes if each.cause != first.cause}
     also = f" Also: {next(iter(others.values()))}." if others else ""
