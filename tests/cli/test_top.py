@@ -146,7 +146,7 @@ def test_the_first_line_is_state_and_cause(incident: str) -> None:
     view.snapshot["status"] = status  # type: ignore[index]
     shown = " ".join(" ".join(frame(view, 400)).split())
     assert shown.startswith(f"{status['state']} {status['sentence']}. ")
-    assert status["causes"][0]["sentence"] in shown or status["state"] == "down"
+    assert status["causes"][0]["sentence"][1:] in shown or status["state"] == "down"
     narrow = " ".join(" ".join(frame(view, 60, 24)).split())
     assert narrow.startswith(f"{status['state']} {status['sentence']}. {status['advice']} hetlb")
 

@@ -451,3 +451,14 @@ def test_a_state_in_which_one_of_a_hundred_gets_no_answer_is_neither_well_nor_bu
         fleet.recent.finished(found)
     state = fleet.look()["state"]
     assert state not in ("well", "busy"), fleet.look()["causes"]
+
+
+def test_nothing_limits_a_load_of_0_percent() -> None:
+    fleet = Watched()
+    for requests in (12, 12, 1, 1, 1):
+        fleet.arrive(requests)
+        fleet.end(requests)
+        fleet.now += 10.0
+        found = fleet.look()
+        assert ("limited by" in found["sentence"]) is ("load 0 %" not in found["sentence"])
+    assert "load 0 % of about" in found["sentence"]

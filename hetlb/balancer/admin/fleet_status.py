@@ -93,7 +93,7 @@ class ModelStatus:
             parts[0] += f"{joint} about {_rate(self.capacity_req_s)} requests/s"
         if self.able < self.instances:
             parts.insert(0, f"{self.able} of {self.instances} servers")
-        if self.request_rate or self.load:
+        if self.load >= 0.005:  # shown as 1 % or more
             parts.append(f"limited by {self.limited_by}")
         if self.headroom_req_s is not None:
             parts.append(f"room for {_rate(self.headroom_req_s)} more" if self.headroom_req_s else "no room")
@@ -257,8 +257,9 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
         advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
     if not (first.instance and sentence.startswith(first.instance)):
         sentence = sentence[:1].upper() + sentence[1:]
-    wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
-    others = {each.cause: each.sentence for each in causes if each.cause != first.cause}
+    waits = ("long_wait", "saturated")
+    wait = "" if first.cause in waits else _waiting(waiting)
+    others = {each.cause: each.sentence for each in causes if each.cause not in (first.cause, *waits)}
     also = f" Also: {next(iter(others.values()))}." if others else ""
     more = f" And {len(others) - 1} more: `hetlb status --json`." if len(others) > 1 else ""
     return f"{sentence}. {advice}{wait}{also}{more}"
