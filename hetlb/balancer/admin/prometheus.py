@@ -375,7 +375,7 @@ class MetricsPage:
 
 
 def _series(name: str, label: str, value: float | Histogram | GapHistogram | None) -> str:
-    """Return the line of one figure, the lines of a histogram; "" where nothing is known."""
+    """Return the sample line of a number or the lines of a histogram; "" for None."""
     if value is None:
         return ""
     own = f"{{{label}}}" if label else ""

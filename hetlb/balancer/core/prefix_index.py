@@ -36,10 +36,10 @@ PrefixKey: TypeAlias = tuple[str, int | None]
 class Held:
     """Tokens of one prompt in the caches of engines, by `Tree.cache_id`.
 
-    An engine that lacks a prefix reads it for all that would use it there: this request, and the u leases
-    that use it elsewhere beyond `usual` ones on each engine that holds it. Of the tokens that it lacks
-    `paid_tokens` are the share of these others, u / (1 + u). A conversation that one engine can serve stays
-    there; a prompt that all begin with comes to each.
+    Example: one engine holds a prefix of 900 tokens, 3 leases use it there, and `usual` is 1: u = 2 more
+    leases would use it on a second engine, beside this request. So that engine's cost of reading it is shared
+    by 1 + u = 3 requests, and u / (1 + u) of it are `paid_tokens`: 600. A conversation that one engine can
+    serve stays there; a system prompt of every request comes to each engine.
     """
 
     __slots__ = ("_paid", "_paid_upto", "_usual", "tokens")

@@ -50,7 +50,7 @@ class TransferFilter:
         return bytes(out[begin:])
 
     def _empty(self, seen: bytes, out: bytearray) -> None:
-        """Blank the values that are in `seen`, in `out`."""
+        """Find the values in `seen`, and overwrite each with blanks at the same place in `out`."""
         at, end = 0, len(seen)
         while at < end:
             if self._place == _OUTSIDE:

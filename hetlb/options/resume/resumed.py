@@ -269,7 +269,7 @@ class Resumed(Handling):
         return True
 
     def _may_move(self, attempt: Plain) -> bool:
-        """Return True if an answer can continue elsewhere while its engine lives. Then it has a draft."""
+        """Return True if an answer can continue elsewhere while its engine lives (`_rest.draft()` is set)."""
         answer, rest = attempt.answer, self._rest
         stream = None if answer is None else answer.stream
         if self._pending_since is not None or rest.progress is None or (stream is not None and stream.done):

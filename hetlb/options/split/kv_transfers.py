@@ -323,7 +323,7 @@ class Split(Attempt):
         return self._kept if self._may_begin(answer) else None
 
     def _may_begin(self, answer: EngineAnswer) -> bool:
-        """Return True if the decode leg's buffered answer is valid: it goes on, and the split is over."""
+        """Return True once the buffered answer of the decode leg can go to the client; the split is over."""
         status = answer.head.status
         if self.exchange.now() > self._until:
             self._late()

@@ -135,7 +135,7 @@ class RequestBodies:
         return b"%b%b%b" % (opening, made[: length * self._unit_bytes - 1], closing)
 
     def _block(self, name: str, length: int) -> bytes:
-        """Make `length` tokens that the name decides; two names begin differently."""
+        """Make `length` tokens from a name, the same each time; tokens of two names begin differently."""
         digest = hashlib.blake2b(f"{self.salt}/{name}".encode(), digest_size=16).digest()
         units, size = self._units, self._unit_bytes
         head = b"".join(

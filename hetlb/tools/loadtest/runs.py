@@ -103,9 +103,8 @@ async def measure(
 ) -> LoadResult:
     """Warm up, send the load once and wait for every answer.
 
-    Stopped meanwhile, it returns what has ended, with `interrupted`. The load of each round is drawn from a
-    seed of its own, the same for every policy. `admin` is asked for
-    what the engines report of the run.
+    If it is stopped meanwhile, it returns what has ended, with `interrupted`. The load of each round is drawn
+    from a seed of its own, the same for every policy. `admin` tells what the engines report of the run.
     """
     seed = spec.seed + round_number - 1
     label = f"{policy}/{rate}/{round_number}"

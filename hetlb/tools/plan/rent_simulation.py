@@ -188,7 +188,7 @@ def simulate_plan(
 def _load_of(
     plan: RentPlan, engines: Mapping[str, EngineSpec], kinds: Sequence[RequestType], rng: random.Random
 ) -> tuple[list[tuple[int, int]], list[SimulatedServer]]:
-    """Return requests of one model for a long enough run, and the servers that the plan has for them."""
+    """Return requests of one model, as many as a long run takes, and the plan's servers of that model."""
     share = math.fsum(kind.share for kind in kinds)
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds) / share
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}

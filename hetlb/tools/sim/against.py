@@ -307,12 +307,12 @@ def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_A
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The tested loads of a correction, and the highest load it is valid for.
+    """Test of a correction at another load, and the highest load that it is valid for.
 
-    `before` and `after` are the errors of the mean that is furthest off, of the busier half of the requests,
-    as the profile has them and corrected by the quieter half. `sequences` run at once, for 95 % of the time
-    at most, up to `times` the log's rate: until there, mixed steps of other forms, corrected by the same
-    log, give the same TTFT, TPOT and E2E.
+    The quieter half of the requests gives a correction, and the busier half tests it: `metric` is the mean
+    that is furthest off there, `before` its error by the profile, `after` its error with the correction.
+    The correction is valid up to `times` the log's rate. At most `sequences` run at once then, for 95 % of
+    the time. Up to there, other forms of mixed steps give the same TTFT, TPOT and E2E.
     """
 
     metric: str

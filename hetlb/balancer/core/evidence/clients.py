@@ -36,14 +36,14 @@ def session_of(request: Request) -> str:
 
 
 def traffic_of(request: Request) -> str:
-    """Return the client of a request with the beginning of its prompt: answers to these are alike."""
+    """Return the key of one client's requests to one path that begin with the same prompt."""
     keys = request.prefix_keys
     start = keys[1 if keys and keys[0][1] is None and len(keys) > 1 else 0][0] if keys else ""
     return f"{start} {request.path} {client_of(request)}"
 
 
 def kind_of(request: Request) -> str:
-    """Return the client of a request with its path: its answers to prompts that begin in any way."""
+    """Return the key of one client's requests to one path, with any prompt."""
     return f" {request.path} {client_of(request)}"
 
 

@@ -124,7 +124,7 @@ class RefusedKinds:
         return known
 
     def avoid(self, request: Request, instance: str, now: float) -> None:
-        """Note that an answer was lost: the next requests of its client show what it gets elsewhere."""
+        """Keep a client's requests from the instance that lost its answer, until a trial in `AVOID_S`."""
         client = session_of(request)
         if client:
             kind = self._kind(("", "", client), instance, 0)
