@@ -15,8 +15,8 @@ GOLDEN = ROOT / "tests" / "sentences.txt"
 #: Heading, and the code with its sentences: files of hetlb/, or all files of a folder.
 ROOMS = {
     "causes and states": (
-        "balancer/admin/causes.py", "balancer/admin/fleet_status.py", "balancer/admin/dashboard/balance.py",
-        "balancer/engines/engine_mistakes.py",
+        "balancer/admin/causes.py", "balancer/admin/first_line.py", "balancer/admin/fleet_status.py",
+        "balancer/admin/dashboard/balance.py", "balancer/engines/engine_mistakes.py",
     ),
     "events of the log": (
         "balancer/exchange", "balancer/engines", "balancer/fleet", "balancer/telemetry", "options",
@@ -25,7 +25,7 @@ ROOMS = {
         "balancer/http", "balancer/clients", "balancer/core/rejections.py", "balancer/admin",
     ),
     "mistakes in files": ("balancer/config", "inputs", "files.py"),
-    "commands": ("cli",),
+    "commands": ("cli", "tools/loadtest", "tools/profiler"),
 }  # fmt: skip
 #: Words of more than one letter that make a text a sentence; others are names, patterns and formats.
 _WORD = re.compile(r"[A-Za-z][a-z']")

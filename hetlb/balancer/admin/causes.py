@@ -140,6 +140,18 @@ def in_order(causes: Sequence[StateCause]) -> list[StateCause]:
     return sorted(causes, key=lambda each: (-ORDER.index(each.severity), names.index(each.cause)))
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return `a, b and c`, the first three of many."""
+    if len(names) > 3:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def waiting_words(number: int) -> str:
+    """Return a sentence that requests wait, "" for none."""
+    return "" if not number else " 1 request waits." if number == 1 else f" {number:,} requests wait."
+
+
 def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
     """Return the cause of trouble at an instance that should take requests, None without any.
 

@@ -17,7 +17,7 @@ from hetlb.balancer.admin.causes import (
     State,
     StateCause,
     in_order,
-    next_step_of,
+    listed,
     of_clients,
     of_instance,
     of_key,
@@ -151,6 +151,8 @@ def status(
         own.append(StateCause("clients_refused", "", text, "Raise the limit, or add a proxy."))
     causes += own
     if own and ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
+        from hetlb.balancer.admin.first_line import headline
+
         document["state"], document["advice"] = State.DEGRADED, headline(own, 0)
     oldest_at = scheduler.queue.oldest_at()
     document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
@@ -180,13 +182,14 @@ def _of_model(
     total = len(instances)
     coming = [each for each in instances if each.comes]
     if not able and coming:
-        first = min(coming, key=lambda each: each.sleep.wake_s or 0.0)
-        why = f"{first.name}: {first.sleep.reason} for {now - first.sleep_at:.0f} s. "
-        why += _waiting(waiting).strip() if waiting else "A request wakes it up."
-        state = State.BUSY if waiting else State.WELL
-        return ModelStatus(model, state, 0.0, served, None, "", None, why.strip(), total, 0)
+        from hetlb.balancer.admin.first_line import why_asleep
+
+        why, state = why_asleep(coming, waiting, now), State.BUSY if waiting else State.WELL
+        return ModelStatus(model, state, 0.0, served, None, "", None, why, total, 0)
     if not able:
-        why = _why_down(model, instances, waiting)
+        from hetlb.balancer.admin.first_line import why_down
+
+        why = why_down(model, instances, waiting)
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
     causes = _causes_of(scheduler, model, instances, able, entries, recent, now)
@@ -202,6 +205,8 @@ def _of_model(
     if state is State.WELL and load >= BUSY_LOAD:
         state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
     elif causes:
+        from hetlb.balancer.admin.first_line import headline
+
         advice = headline(causes, waiting)
     else:
         advice = _when_well(able, served, load)
@@ -227,7 +232,7 @@ def _causes_of(
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
     hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
-    found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
+    found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog)]
     found += of_speeds(able)
     found += of_processes(instances)
     losses = scheduler.fleet.losses
@@ -245,24 +250,6 @@ def _causes_of(
     if splits is not None:
         found += of_transfers(splits.failing(now), able)
     return tuple(in_order([each for each in found if each is not None]))
-
-
-def headline(causes: Sequence[StateCause], waiting: int) -> str:
-    """Return the first cause with its advice; several instances with the same one are listed."""
-    first = causes[0]
-    alike = [each.instance for each in causes if each.cause == first.cause]
-    sentence, advice = first.sentence, first.advice
-    if len(alike) > 1 and first.cause == "dead":
-        sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
-        advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
-    if not (first.instance and sentence.startswith(first.instance)):
-        sentence = sentence[:1].upper() + sentence[1:]
-    waits = ("long_wait", "saturated")
-    wait = "" if first.cause in waits else _waiting(waiting)
-    others = {each.cause: each.sentence for each in causes if each.cause not in (first.cause, *waits)}
-    also = f" Also: {next(iter(others.values()))}." if others else ""
-    more = f" And {len(others) - 1} more: `hetlb status --json`." if len(others) > 1 else ""
-    return f"{sentence}. {advice}{wait}{also}{more}"
 
 
 def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:
@@ -323,38 +310,14 @@ def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float |
     return load, f"compute of {busiest.name}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    if len(names) > 3:
-        return f"{', '.join(names[:3])} and {len(names) - 3} more"
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _waiting(number: int) -> str:
-    return "" if not number else " 1 request waits." if number == 1 else f" {number:,} requests wait."
-
-
-def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
-    held = [each.name for each in instances if each.admin is not AdminState.READY]
-    wait = _waiting(waiting)
-    if len(held) == len(instances):
-        return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
-    dead = [each for each in instances if each.admin is AdminState.READY]
-    reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
-    step = next_step_of(dead[0])
-    if len(dead) > 1:
-        step = step.replace("Start it, or check its network.", "Start one, or check the network.")
-    verb = "is" if len(dead) == 1 else "are"
-    return f"{_listed([each.name for each in dead])} {verb} down{reason}. {step}{wait}"
-
-
 def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
     guessed = [each.name for each in able if slots_source(each) is BeliefSource.ASSUMED]
     if guessed:
         it = "its" if len(guessed) == 1 else "their"
-        return f"The slots of {_listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."
+        return f"The slots of {listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."
     assumed = [each for each in able if speed_source(each) is BeliefSource.ASSUMED]
     unknown = [each.name for each in assumed if not each.spec.gpu]
     if unknown and len(able) > 1:
         it = "its" if len(unknown) == 1 else "their"
-        return f"The speed of {_listed(unknown)} is assumed until an answer: state {it} gpu in the file."
+        return f"The speed of {listed(unknown)} is assumed until an answer: state {it} gpu in the file."
     return "Nothing to do." if rate or load else "No recent requests."
