@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from hetlb.balancer.config.fleet_tables import OWN_HEADERS, FleetFile, ModelTabl
 from hetlb.errors import ConfigError
 from hetlb.extras import check_extra
 from hetlb.inputs.mistakes import did_you_mean, listed, one_of, short
-from hetlb.inputs.urls import check_base, check_publisher
+from hetlb.inputs.urls import check_base
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.fleet import Fleet
@@ -22,17 +21,18 @@ def mistakes_of(fleet: Fleet) -> Iterator[str]:
     file = fleet.file
     yield from _own_mistakes(file)
     yield from wake_mistakes(file)
-    yield from _class_mistakes(file)
     yield from _profile_mistakes(fleet)
     yield from _plan_mistakes(fleet)
     yield from _name_mistakes(file)
-    if any(each.canary is not None for each in file.models):
-        from hetlb.balancer.config.canaries import canary_mistakes
+    if any(
+        each.classes or each.canary is not None or any(one.publisher is not None for one in each.instances)
+        for each in file.models
+    ):
+        from hetlb.balancer.config.model_mistakes import model_mistakes
 
-        yield from canary_mistakes(fleet)
+        yield from model_mistakes(fleet)
     yield from _access_mistakes(file)
     yield from _kv_mistakes(file)
-    yield from _publisher_mistakes(file)
     yield from _resume_mistakes(file)
     yield from _tracing_mistakes(file)
 
@@ -72,22 +72,6 @@ def _pattern_mistake(name: str, key: str) -> Iterator[str]:
     """Yield a mistake if a model's name is a pattern, as other balancers allow."""
     if "*" in name:
         yield f"{key}: expected the name of a model, got the pattern {short(name)}: name each"
-
-
-def _class_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each name unfit for a header, and each class with contradictory keys."""
-    for m, model in enumerate(file.models):
-        key = f"models[{m}].classes"
-        for name, table in model.classes.items():
-            stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
-            if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-                yield f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
-            if stated and table.background:
-                yield f"{key}.{name}.background: expected either targets or background, got both"
-            if stated and table.first_token_weight is not None:
-                yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
-            if table.refuse_hopeless and not stated:
-                yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
 
 
 def _profile_mistakes(fleet: Fleet) -> Iterator[str]:
@@ -167,21 +151,6 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
                 yield f"{key}.instances[{i}].role: expected both without kv_transfer, got {role!r}"
     elif all(role == "prefill" for role in roles):
         yield f"{key}.instances: expected one with the role decode or both, got none"
-
-
-def _publisher_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each malformed address of KV events."""
-    for m, model in enumerate(file.models):
-        for i, instance in enumerate(model.instances):
-            key, publisher = f"models[{m}].instances[{i}].kv_events", instance.publisher
-            if publisher is None:
-                continue
-            try:
-                check_publisher(publisher.endpoint, key)
-                if publisher.replay is not None:
-                    check_publisher(publisher.replay, f"{key}.replay")
-            except ConfigError as error:
-                yield str(error)
 
 
 def _resume_mistakes(file: FleetFile) -> Iterator[str]:
