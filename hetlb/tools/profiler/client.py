@@ -257,7 +257,7 @@ def _token_times(pieces: Sequence[tuple[float, bytes]], prompts: int, max_tokens
     if not told and total != sum(events):
         raise ServerFailed(
             f"the server bundles tokens ({total} tokens in {sum(events)} events) and does not count them as "
-            f"they come (continuous_usage_stats): their times cannot be told"
+            f"they come (continuous_usage_stats): their times are unknown"
         )
     for row in stamps:
         if not row or row[-1][1] != max_tokens:

@@ -565,7 +565,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
     constants = [float(value) for value in shares / scale]
     own = [float(value) for value in np.cumsum(constants[2:])]
     if own[0] <= 0.0:
-        raise ProfileError("decode: expected points whose times do not go to 0 with the length")
+        raise ProfileError("decode: expected times that do not go to 0 with the length")
     return DecodeTable(constants[0], constants[1], tuple(batches), tuple(own))
 
 

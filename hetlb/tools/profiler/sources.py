@@ -509,7 +509,7 @@ def complete(
         latency = replace(latency, split_kv=SplitKv(split_blocks, context_s))
         assumed.append(
             f"split_kv: a decode step lasts until its longest context is through {split_blocks:g} // "
-            f"sequences blocks, {SPLIT_SHARE:.0%} of which read as fast as all (38 to 41 % on B300); steps "
+            f"sequences blocks; {SPLIT_SHARE:.0%} of them read as fast as all (38 to 41 % on B300); steps "
             "of unequal contexts would measure it"
         )
     if launch is not None:
