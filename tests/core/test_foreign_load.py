@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.admin.causes import of_processes
+from hetlb.balancer.admin.rare_causes import of_processes
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, EngineSample, Outcome

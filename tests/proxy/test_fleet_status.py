@@ -12,6 +12,8 @@ from proxy.incidents import Watched
 from proxy.rows import ended
 
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
+from hetlb.balancer.admin.cause_log import TOLD, CauseLog
+from hetlb.balancer.admin.causes import SEVERITIES
 from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.objective import ServiceClass
@@ -462,3 +464,70 @@ def test_nothing_limits_a_load_of_0_percent() -> None:
         found = fleet.look()
         assert ("limited by" in found["sentence"]) is ("load 0 %" not in found["sentence"])
     assert "load 0 % of about" in found["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "answers", "lag_s", "named"),
+    [
+        (1.0, 10, 0.0, True),
+        (1.0, 2, 0.0, False),  # the others have answered too little to compare with
+        (3.0, 40, 0.0, False),  # all are slower: other traffic, or a busy machine
+        (1.0, 40, 0.3, False),  # an answer takes 0.5 s, of which this process may have slept 0.3 s
+        (1.0, 40, 0.02, True),
+    ],
+)
+def test_one_that_slows_is_named_if_another_one_does_not(
+    beside: float, answers: int, lag_s: float, named: bool
+) -> None:
+    fleet = Watched()
+    a, b, c = fleet.scheduler.instances
+    for number in range(60):
+        fleet.now += 0.1
+        for each in (a, b, c):
+            if each is a or number < answers:
+                each.speed.observe_prefill(0.2, 0.2, fleet.now)
+    fleet.recent.late(lag_s)
+    for _ in range(10):
+        fleet.now += 0.1
+        for each, slower in ((a, 3.0), (b, beside), (c, beside)):
+            if each is a or answers >= 5:
+                each.speed.observe_prefill(0.2, 0.2 * slower, fleet.now)
+            fleet.recent.finished(ended(fleet.now, instance=each.name, tokens=20))
+    fleet.recent.points = [(*each[:5], 0.5) for each in fleet.recent.points]
+    assert (("slowed", "a") in causes(fleet.look())) is named
+    assert not {("slowed", "b"), ("slowed", "c")} & set(causes(fleet.look()))
+    fleet.now += 60.0  # the others have not answered since
+    a.speed.observe_prefill(0.2, 0.6, fleet.now)
+    assert ("slowed", "a") not in causes(fleet.look())
+
+
+def test_a_cause_is_logged_as_it_begins_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hetlb.status")
+    fleet, log = Watched(), CauseLog()
+
+    def events(*running: int) -> list[tuple[str, str, str]]:
+        caplog.clear()
+        for count in running:
+            for name in "ab":
+                fleet.scheduler.on_scrape(name, EngineSample(count, 0, 0.9), fleet.now)
+            log.look(fleet.look()["causes"], fleet.now)
+            fleet.now += 1.0
+        fields = [each.__dict__ for each in caplog.records]
+        return [(each["event"], each["message"], each["fields"].get("instance", "")) for each in fields]
+
+    advice = "Send them through hetlb, or give a less."
+    begun = ("cause", f"others use a: 26 of its 26 requests are not hetlb's. {advice}", "a")
+    assert events(26, 26, 26) == [begun]  # b has it, too: one line for each cause
+    fleet.now += 60.0
+    assert events(0) == [("cause_over", "foreign_load is over", "")]
+    assert events(26, 26) == [begun]
+    assert events(0, 26, 26, 26) == [("cause_over", "foreign_load is over", "")]
+    assert set(SEVERITIES) >= TOLD
+
+
+def test_the_lag_of_this_process_is_forgotten() -> None:
+    recent = Watched().recent
+    recent.late(1.0)
+    for _ in range(20):
+        recent.late(0.0)
+    assert 0.0 < recent.lag_s < 0.2

@@ -28,6 +28,7 @@ from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import InputError
 
 if TYPE_CHECKING:
+    from hetlb.balancer.admin.cause_log import CauseLog
     from hetlb.balancer.admin.dashboard.snapshot import Snapshots
     from hetlb.balancer.fleet.service import FleetService
 
@@ -192,7 +193,18 @@ class AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self.control.driver.counted.recent.sample(self.control.scheduler, self.control.now())
+        now = self.control.now()
+        self.control.driver.counted.recent.sample(self.control.scheduler, now)
+        causes = self.status()["causes"]
+        if causes or "_cause_log" in vars(self):
+            self._cause_log.look(causes, now)
+
+    @cached_property
+    def _cause_log(self) -> CauseLog:
+        """The causes that last; imported with the first one."""
+        from hetlb.balancer.admin.cause_log import CauseLog
+
+        return CauseLog()
 
     @cached_property
     def _dashboard(self) -> Snapshots:

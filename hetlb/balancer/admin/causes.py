@@ -6,13 +6,11 @@ wait's severity follows from the oldest request alone: it never gets milder whil
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
-from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
@@ -20,10 +18,12 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 
 #: Least ratio of measured to profiled time of a slow instance.
 SLOW_FACTOR: Final = 1.5
-#: The same by its engine's own count of tokens in the last seconds, a less certain measure.
-PACE_FACTOR: Final = 2.5
 #: Least ratio of an instance's time to its usual one, and to the best other's change, of a slowed one.
 SLOWED_FACTOR: Final = 2.0
+#: Least lag of this process that makes answers look slower, in seconds.
+LEAST_LAG_S: Final = 0.02
+#: The same by its engine's own count of tokens in the last seconds, a less certain measure.
+PACE_FACTOR: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING_SHARE: Final = 0.01
 LEAST_FAILED: Final = 3
@@ -37,11 +37,6 @@ LONG_WAIT_S: Final = 5.0
 #: up to which it shows the pace of now.
 STALE_S: Final = 30.0
 _FRESH_S: Final = 5.0
-#: Greatest age of a class's recent requests, in seconds.
-RECENT_S: Final = 60.0
-#: Share of the waiting requests that makes one tenant of several a cause, and their least number.
-HOG_SHARE: Final = 0.6
-LEAST_WAITING: Final = 8
 
 
 #: Least share and number of unanswered requests that degrade a model.
@@ -56,6 +51,8 @@ UNPLACED: Final = {
 #: Least ejections of a flapping instance; it flaps for these seconds after the last one.
 LEAST_FLAPS: Final = 2
 FLAPPED_S: Final = 10.0
+#: Seconds up, after its wait, of an instance that flaps no longer.
+PROVEN_S: Final = 6.0
 #: Least number and share of requests at an instance that did not come through hetlb, to be a cause.
 LEAST_FOREIGN: Final = 4
 FOREIGN_SHARE: Final = 0.25
@@ -152,14 +149,16 @@ def waiting_words(number: int) -> str:
     return "" if not number else " 1 request waits." if number == 1 else f" {number:,} requests wait."
 
 
-def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
+def of_instance(
+    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float = 0.0
+) -> StateCause | None:
     """Return the cause of trouble at an instance that should take requests, None without any.
 
-    `pace`: see `balancer.telemetry.recent.EnginePace`.
+    `pace`: see `balancer.telemetry.recent.EnginePace`; `own_share`: see `rare_causes.own_shares`.
     """
     if each.admin is AdminState.READY and (each.asleep or each.sleep.reason):
         return None
-    return _of_state(each, now) or _of_answers(each, share, pace, now)
+    return _of_state(each, now) or _of_answers(each, share, pace, now, own_share)
 
 
 def _of_state(each: Instance, now: float) -> StateCause | None:
@@ -174,7 +173,13 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     if each.asleep or each.sleep.reason:
         return None
     flaps, reason = each.evidence.health.ejections, each.evidence.health.reason
-    if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
+    # The wait after an ejection grows: the time in which the next one may follow begins with its end.
+    proven_at = (
+        0.0
+        if len(flaps) < LEAST_FLAPS
+        else max(flaps[-1] + FLAPPED_S, evidence.health.ejected_until + PROVEN_S)
+    )
+    if len(flaps) >= LEAST_FLAPS and (not each.routable or now <= proven_at):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
         now_down = "" if each.routable or not reason else f", now: {reason}"
         advice = next_step_of(each) if now_down else "Look at its log; its wait doubles each time."
@@ -209,7 +214,9 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     return None
 
 
-def _of_answers(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
+def _of_answers(
+    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float
+) -> StateCause | None:
     """Return the cause that an instance answers badly or slowly, or tells too little; None without any."""
     name = each.name
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
@@ -223,7 +230,7 @@ def _of_answers(each: Instance, share: InstanceShare | None, pace: float, now: f
         sentence = f"others use {name}: {each.foreign} of its {reported} requests are not hetlb's"
         return StateCause("foreign_load", name, sentence, f"Send them through hetlb, or give {name} less.")
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
-    slower = each.speed.factor if each.speed.seen else 1.0
+    slower = each.speed.factor * (1.0 - own_share) if each.speed.seen else 1.0
     if pace >= PACE_FACTOR and stale_s <= _FRESH_S:
         slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:
@@ -266,49 +273,6 @@ def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "small_cache", found
 
 
-def of_speeds(among: Sequence[Instance]) -> list[StateCause]:
-    """Return a cause for each instance that has become slower while another of its kind has not."""
-    found: list[StateCause] = []
-    changes = [(each, each.speed.shown / each.speed.usual) for each in among if each.speed.settled]
-    for each, change in changes:
-        best = min([other for peer, other in changes if peer is not each], default=math.inf)
-        if change >= SLOWED_FACTOR and change >= SLOWED_FACTOR * best:
-            sentence = f"{each.name} is {change:.1f} times as slow as usual"
-            advice = f"Look at the GPU of {each.name}, and at what else uses it."
-            found.append(StateCause("slowed", each.name, sentence, advice))
-    return found
-
-
-def of_processes(among: Sequence[Instance]) -> list[StateCause]:
-    """Return a cause for each instance that is the same process as one listed before it."""
-    found: list[StateCause] = []
-    for index, each in enumerate(among):
-        for other in among[:index]:
-            if each.twin == other.name:
-                sentence = f"{other.name} and {each.name} are one process: its room is counted twice"
-                found.append(StateCause("one_process", each.name, sentence, f"Remove {each.name}."))
-                break
-    return found
-
-
-def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:
-    """Return a cause for each pair (source, target) of instances with failing KV transfers."""
-    names = {each.name for each in among}
-    advice = (
-        "The log of {} says why its fetches fail; both need the same layers (no pipelines) and cache type."
-    )
-    return [
-        StateCause(
-            "not_fetched",
-            target,
-            f"KV caches of prompts read at {source} do not reach {target}, and are no longer sent there",
-            advice.format(target),
-        )
-        for source, target in pairs
-        if source in names and target in names
-    ]
-
-
 def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
     """Return the cause of a server that does not accept hetlb's key, by the statuses of its refusals."""
     for status in refused:
@@ -334,33 +298,6 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
         return None
     sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
     return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
-
-
-def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
-    """Return the cause of one tenant with most of the waiting requests, None if none has.
-
-    `waiting` counts requests by tenant. Tenants in `served` have running requests, and may have none waiting.
-    """
-    total = sum(waiting.values())
-    name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
-    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG_SHARE * total:
-        return None
-    sentence = f"tenant {name or 'without a name'} has {count:,} of {total:,} requests that wait"
-    return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
-
-
-def of_targets(demand: Demand, now: float) -> list[StateCause]:
-    """Return a cause for each class if all its recent requests missed their targets."""
-    return [
-        StateCause(
-            "hopeless_target",
-            "",
-            f"no answer of class {each.name or 'without a name'} has met its targets",
-            "No server is that fast: loosen the targets, or add a faster one.",
-        )
-        for each in demand.protected
-        if each.hopeless and now - each.newest_s <= RECENT_S
-    ]
 
 
 def of_wait(

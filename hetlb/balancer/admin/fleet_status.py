@@ -11,7 +11,9 @@ from typing import Any, Final
 from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.balancer.admin.causes import (
     FAILING_S,
+    LEAST_LAG_S,
     ORDER,
+    SLOWED_FACTOR,
     UNPLACED,
     WRONG_S,
     State,
@@ -21,11 +23,6 @@ from hetlb.balancer.admin.causes import (
     of_clients,
     of_instance,
     of_key,
-    of_processes,
-    of_speeds,
-    of_targets,
-    of_tenants,
-    of_transfers,
     of_unplaced,
     of_wait,
     worst,
@@ -228,13 +225,30 @@ def _causes_of(
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     failing = recent.shares(FAILING_S, now)
-    found = [of_instance(each, failing.get(each.name), recent.pace(each.name), now) for each in instances]
+    own: dict[str, float] = {}
+    if recent.lag_s >= LEAST_LAG_S:
+        from hetlb.balancer.admin.rare_causes import own_shares
+
+        own = own_shares(recent, now)
+    found = [
+        of_instance(each, failing.get(each.name), recent.pace(each.name), now, own.get(each.name, 0.0))
+        for each in instances
+    ]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
-    running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
-    hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
-    found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog)]
-    found += of_speeds(able)
-    found += of_processes(instances)
+    if waiting:
+        from hetlb.balancer.admin.rare_causes import of_tenants
+
+        running = {lease.request.tenant or "" for each in able for lease in each.leases.values()}
+        hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
+        found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog)]
+    if any(each.speed.shown >= SLOWED_FACTOR * each.speed.usual for each in able):
+        from hetlb.balancer.admin.rare_causes import of_speeds
+
+        found += of_speeds(able, own)
+    if any(each.twin for each in instances):
+        from hetlb.balancer.admin.rare_causes import of_processes
+
+        found += of_processes(instances)
     losses = scheduler.fleet.losses
     for each in instances:
         kinds = [] if losses is None else losses.kinds.of_instance(each.name)
@@ -244,10 +258,14 @@ def _causes_of(
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
     demand = scheduler.placement.demands.get(model)
-    if demand is not None:
+    if demand is not None and demand.protected:
+        from hetlb.balancer.admin.rare_causes import of_targets
+
         found += of_targets(demand, now)
     splits = scheduler.placement.splits
     if splits is not None:
+        from hetlb.balancer.admin.rare_causes import of_transfers
+
         found += of_transfers(splits.failing(now), able)
     return tuple(in_order([each for each in found if each is not None]))
 

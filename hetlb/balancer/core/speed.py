@@ -40,8 +40,9 @@ MOST_UNPROFILED_FACTOR: Final = 64.0
 _GOOD_S: Final = 60.0
 #: Answers in a row that are as many times slower or faster as `_CLEAR_FACTOR`: they alone are its speed then.
 _CLEAR_ANSWERS: Final = 5
-#: Answers of which the mean is its usual speed at first, and seconds over which that follows a slower one.
-_USUAL_ANSWERS: Final = 20
+#: About as many answers are averaged for its usual speed until there are four times as many, and
+#: seconds over which a slower speed is followed after that.
+_USUAL_ANSWERS: Final = 10
 _USUAL_S: Final = 3600.0
 #: Least relative change of a new factor that takes the place of the one in force.
 _CHANGE_SHARE: Final = 0.05
@@ -118,7 +119,7 @@ class SpeedTracker:
         self._good = 1.0
         #: The same over about an hour.
         self.usual = 1.0
-        self._answers = 0
+        self.answers = 0
         #: Seconds seen and expected of answers in a row that are clearly slower (or faster) than its factor,
         #: and their number, below 0 of faster ones.
         self._run_observed_s = self._run_expected_s = 0.0
@@ -135,7 +136,7 @@ class SpeedTracker:
     @property
     def settled(self) -> bool:
         """True if enough answers were seen for a usual speed."""
-        return self._answers >= 2 * _USUAL_ANSWERS
+        return self.answers >= 4 * _USUAL_ANSWERS
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Add `running` sequences that decode, with `tokens` in the KV cache, until now; call it first."""
@@ -290,10 +291,12 @@ class SpeedTracker:
 
     def _remember(self, factor: float, since: float) -> None:
         """Let the factor over a long time follow one that was shown `since` seconds after the last."""
-        self._answers += 1
-        gain = max(1.0 / self._answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
+        self.answers += 1
+        gain = max(1.0 / self.answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
         self._good *= (factor / self._good) ** gain
-        if self._answers > _USUAL_ANSWERS and factor > self.usual:
+        if not self.settled:  # the first answers of a process that starts are no usual ones
+            gain = max(gain, 1.0 / _USUAL_ANSWERS)
+        elif factor > self.usual:
             gain = 1.0 - math.exp(-min(since, 1.0) / _USUAL_S)
         self.usual *= (factor / self.usual) ** gain
 

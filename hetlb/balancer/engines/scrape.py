@@ -348,8 +348,9 @@ class EngineWatch:
             return False
         if sample is None:
             if self._pages.get(name) == "":
-                seen.metrics_after = now + _NO_PAGE_PAUSE_S
                 instance = self._scheduler.fleet.instances.get(name)
+                if instance is None or instance.sample is None:
+                    seen.metrics_after = now + _NO_PAGE_PAUSE_S
                 if instance is not None:
                     instance.pageless = True
             return False

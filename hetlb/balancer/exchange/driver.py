@@ -338,6 +338,7 @@ class Driver:
     def swept(self, lag_s: float) -> None:
         """Sweep, twice a second; this time `lag_s` late."""
         self.counted.lag.observe(lag_s)
+        self.counted.recent.late(lag_s)
         self.settle()
         now, table = self.now(), self.table
         if lag_s <= GAP_S:

@@ -36,6 +36,8 @@ class Event(Enum):
     INSTANCE_LOOP = "instance_loop", _ERROR, "it is this proxy, or leads back to it"
     INSTANCE_STALLED = "instance_stalled", _WARNING, "no token comes of it though it should give some"
     INSTANCE_MOVES = "instance_moves", _INFO, "it had stalled and gives tokens again"
+    CAUSE = "cause", _WARNING, "the status has a new cause that no other event tells; at most once a minute"
+    CAUSE_OVER = "cause_over", _INFO, "no server has the cause any more"
     INSTANCE_MODELS = "instance_models", _INFO, "it serves other models than before"
     INSTANCE_OTHER_MODEL = "instance_other_model", _WARNING, "it does not serve the model of the file"
     INSTANCE_ASLEEP = "instance_asleep", _INFO, "its engine sleeps"

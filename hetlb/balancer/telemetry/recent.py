@@ -33,6 +33,8 @@ _STEPS_PER_OCTAVE: Final = 16.0
 #: The same for each factor e.
 _STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
+#: Share of the largest lag that is kept from one sweep to the next; twenty of them are ten seconds.
+_LAG_KEPT: Final = 0.9
 _OK: Final = Outcome.OK
 #: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
 #: requests that came so far by model; the time of the sample.
@@ -151,12 +153,14 @@ class Recent:
     actual seconds from dispatch on.
     """
 
-    __slots__ = ("_paces", "clients_refused", "clients_refused_at", "points", "stretches")
+    __slots__ = ("_paces", "clients_refused", "clients_refused_at", "lag_s", "points", "stretches")
 
     def __init__(self) -> None:
         #: Time of the last connection of a client that was refused, and why.
         self.clients_refused_at = -math.inf
         self.clients_refused = ""
+        #: Largest lag of the event loop lately.
+        self.lag_s = 0.0
         self.stretches: dict[int, Stretch] = {}
         #: By instance.
         self._paces: dict[str, EnginePace] = {}
@@ -225,6 +229,10 @@ class Recent:
         """Return the pace of an engine."""
         pace = self._paces.get(instance)
         return 0.0 if pace is None else pace.value
+
+    def late(self, lag_s: float) -> None:
+        """Note the lag of the event loop at a sweep."""
+        self.lag_s = max(lag_s, _LAG_KEPT * self.lag_s)
 
     def refused(self, window_s: float, now: float, among: Sequence[str] = _MISTAKES) -> tuple[int, int]:
         """Return the requests with these outcomes among all that ended in the last `window_s`, and all.

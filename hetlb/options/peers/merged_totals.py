@@ -46,6 +46,7 @@ def add_recent(whole: Recent, part: Recent) -> None:
     """Add the recently ended requests of another process."""
     for number, stretch in part.stretches.items():
         whole.stretch(number).add(stretch)
+    whole.lag_s = max(whole.lag_s, part.lag_s)
     whole.points = sorted(whole.points + part.points)[-KEPT_POINTS:]
     if part.clients_refused_at > whole.clients_refused_at:
         whole.clients_refused_at, whole.clients_refused = part.clients_refused_at, part.clients_refused

@@ -240,6 +240,7 @@ class Worker(Service):
         add_totals(totals, own)
         add_counts(totals.reloads, own.reloads)
         add_recent(recent, own_recent)
+        recent.lag_s = own_recent.lag_s  # of the process of now
         before = 0 if self._before is None else self._before.lost_lines
         lost, totals.recent = before + super().lost_lines, Recent()
         return Report(totals, recent, lost, queue.by_model(), queue.bytes)
