@@ -17,7 +17,8 @@ import yaml
 from aiohttp import web
 from cli.test_doctor import GOOD, MODELS, NEXT_STEPS, Plan, server, wrong
 from helpers import free_port, turns_until
-from proxy.services import serving
+from proxy.services import Engine, serving
+from proxy.test_tls import Authority
 
 from hetlb.cli.main import main
 
@@ -326,6 +327,26 @@ async def test_an_instance_that_is_hetlb_is_told_to_have_the_wrong_address(tmp_p
     assert cause["sentence"] == "bad is hetlb's own address, or leads back to it"
     assert cause["advice"] == "Give the address of the engine in its url."
     assert status["state"] == "degraded"
+
+
+async def test_a_wrong_scheme_and_an_authority_are_found(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with server(GOOD) as right, Engine(tls=authority.server()) as secret:
+        mistakes = {
+            right.replace("http:", "https:"): ("it does not speak TLS", f"write url: {right}"),
+            secret.url.replace("https:", "http:"): ("it closes the connection", f"write url: {secret.url}"),
+            secret.url: ("its certificate is not trusted", "set ca_file"),
+        }
+        for url, (found, advice) in mistakes.items():
+            [told] = await wrong(tmp_path, [right, url], 1)
+            assert found in told["found"]
+            assert advice in told["advice"]
+
+
+async def test_two_addresses_of_one_server_are_found(tmp_path: Path) -> None:
+    async with server(page()) as one:
+        [told] = await wrong(tmp_path, [one, one.replace("127.0.0.1", "localhost")], 1)
+        assert told["name"] == "one address per server"
 
 
 # --- right fleets ---
