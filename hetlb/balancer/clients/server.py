@@ -21,8 +21,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
-from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.turns import turns
 
 logger = logging.getLogger("hetlb.proxy")

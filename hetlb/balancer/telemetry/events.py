@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from enum import Enum
+from typing import Any, Final
 
 _INFO, _WARNING, _ERROR = logging.INFO, logging.WARNING, logging.ERROR
+#: Seconds from one line of a `Rarely` to the next.
+_EVERY_S: Final = 10.0
 
 
 class Event(Enum):
@@ -83,3 +88,21 @@ def tell(
     """Log an event: a sentence for people, `fields` for programs."""
     extra = {"event": event.event, "fields": fields}
     logger.log(event.level, message, *args, extra=extra, exc_info=exc_info)
+
+
+class Rarely:
+    """Log of events that a stranger can cause: a line in ten seconds, with the number of omitted ones."""
+
+    def __init__(self) -> None:
+        self._told_at = -math.inf
+        self._left_out = 0
+
+    def tell(self, logger: logging.Logger, event: Event, message: str, *args: object, **fields: Any) -> None:
+        now = time.monotonic()
+        if now - self._told_at < _EVERY_S:
+            self._left_out += 1
+            return
+        if self._left_out:
+            message, args = message + " (and %d more like it)", (*args, self._left_out)
+        self._told_at, self._left_out = now, 0
+        tell(logger, event, message, *args, **fields)

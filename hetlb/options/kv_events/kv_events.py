@@ -24,8 +24,7 @@ from hetlb.balancer.core.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
 from hetlb.tasks import end, ended
 from hetlb.turns import Share

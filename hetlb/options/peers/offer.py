@@ -22,8 +22,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.options.peers import share_in
 from hetlb.options.peers.view_folder import remove_folder, view_folder
 from hetlb.tasks import ended

@@ -24,8 +24,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
 from hetlb.balancer.fleet.operator_changes import OperatorChange
-from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.peers import peer_messages
 from hetlb.options.peers.hub import HubTransport
 from hetlb.options.peers.lease_wire import PeerChange, WireAdmitted, WireChange, WireKept, WireUsed, parts

@@ -29,8 +29,7 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.option_record import Options, Predecessor
-from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.errors import HetlbError
 from hetlb.logs import FORMATTERS, logging_to_stderr
 from hetlb.options.peers.control import ChildControl, ChildState, content_of

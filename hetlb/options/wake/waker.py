@@ -22,8 +22,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
-from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.wake.doors import MOST_SLEEP_S, MOST_WAKE_S, Door, DoorError, door
 from hetlb.tasks import end, ended
 
