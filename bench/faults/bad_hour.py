@@ -232,7 +232,7 @@ class Proxy:
     def __init__(self, servers: list[Server], profile: bool, more: str = "", each: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hetlb-bad-"))
         self.port, self.admin = _free_port(), _free_port()
-        lines = []
+        lines: list[str] = []
         for name, server in zip("abcdef", servers, strict=False):
             own, host = (
                 each,
@@ -569,8 +569,11 @@ async def poisoned(bench: Bench, how: str) -> None:
 async def _watched(
     bench: Bench, proxy: Proxy, name: str, cause: str, ill: Callable[[], Any], heal: Callable[[], Any],
     *, rate: float, ill_s: float, fields: Callable[[int], Fields] | None = None,
-) -> None:  # fmt: skip
-    """Load a fleet that is well, then ill, then well again: seconds until the status says it, and clears."""
+) -> tuple[Seen, float, float]:  # fmt: skip
+    """Load a fleet that is well, ill, and well again: seconds until the status says it, and clears.
+
+    Return the answers, and the times at which it became ill and well.
+    """
     warm_s, after_s = 8.0, 16.0
     running = asyncio.create_task(
         load(proxy, rate, warm_s + ill_s + after_s, fields or (lambda number: bench.fields()))
@@ -606,6 +609,7 @@ async def _watched(
     text += "" if "event=cause" in (proxy.folder / "log").read_text() else ", no event=cause"
     kept = during <= 5.0 and after <= 10.0 and not before and not false_state
     bench.verdict(name, kept, f"{text}, {100 * lost:.0f} % lost{before} | {line}")
+    return seen, ill_at, healed_at
 
 
 async def _nothing() -> None:
@@ -640,8 +644,16 @@ async def crowded(bench: Bench) -> None:
         servers[0].foreign = (0, 0, 0.0)
 
     async with await _with(servers, bench) as proxy:
-        await _watched(bench, proxy, "others fill it", "foreign_load", ill, heal, rate=10.0, ill_s=12.0)
+        seen, since, until = await _watched(
+            bench, proxy, "others fill it", "foreign_load", ill, heal, rate=10.0, ill_s=12.0
+        )
+    rows = [row for row in seen.rows if since + 2.0 <= row[0] < until and row[1]]
+    async with await _with(servers[1:], bench) as proxy:  # as if it were known that a has no time
+        known = await load(proxy, 10.0, 14.0, lambda number: bench.fields())
     await _stopped(servers)
+    mean_s, known_s = sum(row[3] for row in rows) / len(rows), known.mean_s(4.0)
+    text = f"mean E2E {mean_s:.3f} s, {known_s:.3f} s without a: {mean_s / known_s:.2f} x"
+    bench.verdict("beside others", mean_s <= 1.2 * known_s, text)
 
 
 async def flaps(bench: Bench) -> None:

@@ -37,6 +37,9 @@ STREAMS: list[tuple[int, list[bytes], bytes]] = [
     (ODD, [ROLE, event("x")], b"stop"),
     (ODD, [ROLE, event("")], b"stop"),
     (ODD, [ROLE, event("x")], b""),
+    (ODD, [ROLE, event("Internal Server Error")], b"stop"),
+    (ODD, [ROLE, event("Err"), event("or: no GPU")], b"stop"),
+    (GOOD, [ROLE, event("Error: "), *[event("no GPU")] * 3, *[event(f"w{i} ") for i in range(20)]], b"stop"),
     (ODD, [ROLE, *[event("!")] * 20], b"length"),
     (ODD, [ROLE, event("")], b"length"),
     (ODD, [ROLE, event("")], b"content_filter"),
@@ -52,6 +55,9 @@ BODIES: list[tuple[int, bytes, int | None]] = [
     (GOOD, whole(None, "tool_calls", tool_calls=TOOLS), 9),
     (GOOD, whole(None, "stop", tool_calls=TOOLS), 1),
     (ODD, whole("x"), 1),
+    (ODD, whole("Internal Server Error"), 4),
+    (ODD, whole(" error: out of memory\n"), 6),
+    (GOOD, whole("Error: " + "this text explains what the message means " * 3), 9),
     (ODD, whole(""), 0),
     (ODD, whole("", "length"), 0),
     (ODD, whole("", "content_filter"), 0),
@@ -87,7 +93,7 @@ def test_an_answer_that_was_asked_to_be_short_is_not_odd() -> None:
 @given(
     st.text(max_size=12) | st.sampled_from('! \\"x\n\x00').map(lambda each: each * 20),
     st.sampled_from(["stop", "length", "error", "abort", "tool_calls", None]),
-    st.integers(0, 9),
+    st.integers(0, 30),
     st.sampled_from(["m", "other"]),
     st.booleans(),
 )
@@ -104,17 +110,20 @@ def test_an_answer_that_is_usual_at_one_look_is_good_at_a_second(
 
 def test_most_answers_are_usual() -> None:
     body = json.dumps(json.loads(whole("a few words")), separators=(",", ":")).encode()
-    assert is_usual(body, 9, "m")
-    assert not is_usual(body, 9, "other")
+    assert is_usual(body, 20, "m")
+    assert not is_usual(body, 20, "other")
     assert not is_usual(body, 1, "m")
     assert not is_usual(body, None, "m")
+    for text, tokens, usual in (("Internal Server Error", 4, False), ("Internal Server Error", 40, True)):
+        body = json.dumps(json.loads(whole(text)), separators=(",", ":")).encode()
+        assert is_usual(body, tokens, "m") is usual
 
 
 @given(st.binary(max_size=200), st.binary(max_size=60), st.integers(0, 99))
 def test_any_bytes_have_a_form(sample: bytes, last: bytes, events: int) -> None:
     assert form_of_stream(sample, last, events, None, b"stop", False) in (GOOD, ODD, WRONG)
     assert form_of_body(sample, None, False) in (GOOD, ODD, WRONG)
-    assert not is_usual(sample, 9, "m")
+    assert not is_usual(sample, 20, "m")
     assert isinstance(model_of(sample), str)
 
 

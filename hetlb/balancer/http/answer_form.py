@@ -1,9 +1,9 @@
 """Form of an answer to a chat or a completion: what is surely none, and what is odd.
 
 `WRONG` is no answer: an error for a finish reason, no choice, nothing but a role. `ODD` may be one: another
-model's name, no finish reason, a token or two, blanks, one character again and again, JSON for a stream. It
-counts only if other instances answer the same traffic otherwise (`core/evidence/clients.py`). All else is
-`GOOD`.
+model's name, no finish reason, a token or two, blanks, one character again and again, the text of an error,
+JSON for a stream. It counts only if other instances answer the same traffic otherwise
+(`core/evidence/clients.py`). All else is `GOOD`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,17 @@ _CUT: Final = (b"length", b"content_filter")
 #: Tokens of an answer that is short, if it could have been longer.
 _SHORT_TOKENS: Final = 2
 _SHORT_CHARACTERS: Final = 24
+#: Most tokens, events and characters of an answer that may be the text of an error.
+_ERROR_TOKENS: Final = 12
+_MOST_ERROR_EVENTS: Final = 16
+_ERROR_CHARACTERS: Final = 64
+#: Begin of a short text that a gateway or an engine gives as its answer when it fails.
+_ERRORS: Final = (
+    b"internal server error", b"internal error", b"bad gateway", b"service unavailable", b"gateway timeout",
+    b"too many requests", b"unauthorized", b"forbidden", b"bad request", b"an error occurred", b"error:",
+)  # fmt: skip
+#: Their first characters.
+_ERROR_BEGINS: Final = frozenset(b"".join(each[:1] + each[:1].upper() for each in _ERRORS))
 #: Events, and characters, of which more than one kind is expected.
 _MANY: Final = 8
 #: Characters of a text that is expected not to come again and again: one, or its escape.
@@ -79,6 +90,8 @@ def is_usual(body: bytes, tokens: int | None, model: str) -> bool:
     first, second = body[at], body[at + 1]
     if first in (second, _QUOTE, _ESCAPE) or first <= 0x20 or second == _QUOTE:
         return False
+    if tokens <= _ERROR_TOKENS and first in _ERROR_BEGINS:
+        return False
     if body.find(b'"finish_reason":"stop"') < 0 and body.find(b'"finish_reason":"length"') < 0:
         return False
     return body.find(b'"model":"' + model.encode() + b'"') >= 0
@@ -103,7 +116,7 @@ def form_of_stream(
         return GOOD
     else:
         count = len([each for each in texts if each]) if tokens is None else tokens
-        odd = _is_odd(finish, count <= _SHORT_TOKENS, said)
+        odd = _is_odd(finish, count <= _SHORT_TOKENS, said, events <= _MOST_ERROR_EVENTS)
     return ODD if odd and not _says_more(sample) else GOOD
 
 
@@ -125,13 +138,19 @@ def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
         return ODD
     if may_be_short:
         return GOOD
-    odd = _is_odd(finish, tokens is not None and tokens <= _SHORT_TOKENS, begin)
+    few, brief = tokens is not None and tokens <= _SHORT_TOKENS, len(begin) < _ERROR_CHARACTERS
+    odd = _is_odd(finish, few, begin, brief)
     return ODD if odd and not _says_more(body) else GOOD
 
 
-def _is_odd(finish: bytes, few: bool, said: bytes) -> bool:
-    """Return True if an answer of a `few` tokens or no text is odd for its finish reason."""
+def _is_odd(finish: bytes, few: bool, said: bytes, brief: bool) -> bool:
+    """Return True if an answer of a `few` tokens or no text is odd for its finish reason.
+
+    A `brief` one is odd, too, if it is the text of an error.
+    """
     if finish == b"stop":
+        if brief and said.strip().lower().startswith(_ERRORS):
+            return True
         return (few and len(said) <= _SHORT_CHARACTERS) or not said.strip()
     return few and finish in _CUT and not said.strip()
 
