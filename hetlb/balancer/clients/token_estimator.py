@@ -41,7 +41,7 @@ class LearntRatio:
         self.value = start
 
     def learn(self, above: float, below: float) -> None:
-        """Learn from one more pair."""
+        """Add a pair to the two sums, such as the bytes and the tokens of one prompt."""
         if self.below > self._memory:
             self.below /= 2.0
             self.above /= 2.0

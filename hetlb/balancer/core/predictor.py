@@ -29,7 +29,7 @@ LONG_SHARE: Final = 0.98
 
 
 class LengthSample(Protocol):
-    """Sample of output lengths (`options/length_samples`)."""
+    """Sample of output lengths (`length_samples.py`)."""
 
     @property
     def lengths(self) -> list[int]: ...

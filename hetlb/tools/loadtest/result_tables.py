@@ -223,7 +223,7 @@ def _name_columns(runs: Sequence[Run]) -> list[Column]:
 def _latency_columns(
     keys: Sequence[str], between: str = " ", text: Callable[[float], str] | None = None
 ) -> list[Column]:
-    """Return the columns of latencies; `between` stands between the two words of a heading."""
+    """Return the columns of latencies; `between` replaces the space in a heading ("mean TTFT")."""
 
     def cell(key: str, each: Mapping[str, Any]) -> str:
         return (text or milliseconds)(each[key])

@@ -413,7 +413,7 @@ class Coordinator:
         self._flush()
 
     def _network(self) -> StageNetwork:
-        """Return the network of the connected stages, now in the log too."""
+        """Return the network of the connected stages; write it to the event log if there is one."""
         group = self.group
         there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
         edges: list[Edge] = [(a, b) for a in there for b in there if a != b]

@@ -24,10 +24,10 @@ REMEMBERED: Final = 4096.0
 class Planned(Hetlb):
     """`planned`: every type of request divided over the instances as a plan says.
 
-    A request is of the types with the nearest prompt length, and of the one among them whose answers are as
-    long as predicted; where none is it counts as a mean of them. Of the instances with room, by the rules of
-    `hetlb`, it goes to the one that is furthest behind its share; where none with a share can be reached, or
-    nothing is planned for the model, the decision is `hetlb`'s.
+    A request belongs to the types with the nearest prompt length. If one of these has answers as long as
+    predicted, it is of that type; else it counts as a mean of them. It goes to an instance with room (by the
+    rules of `hetlb`): the one that is furthest behind its planned share. If no instance with a share can be
+    reached, or the plan lacks the model, `hetlb` decides.
     """
 
     name = "planned"
