@@ -43,8 +43,6 @@ from hetlb.turns import turns
 SETTLED_REQUESTS: Final = 16
 #: Seconds of a pause of the process after which arrived bytes are read before anything times out.
 GAP_S: Final = 1.0
-#: An instance that sent part of an answer within these seconds fails no probe.
-_EMITS_S: Final = 2.0
 
 
 class Splits(Maker):
@@ -239,10 +237,6 @@ class Driver:
                 if at > found.get(lease.instance, -math.inf):
                     found[lease.instance] = at
         return found
-
-    def emits(self, name: str) -> bool:
-        """Return True if part of an answer came from an instance lately."""
-        return self.now() - self.tokens_at().get(name, -math.inf) < _EMITS_S
 
     def tokens_so_far(self, lease: Lease) -> int:
         """Return the output tokens of a lease: all of them, or the tokens until now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hetlb.proxy")
 
 DECISIONS_KEPT: Final = 1000
+#: An instance that sent part of an answer within these seconds fails no probe.
+_EMITS_S: Final = 2.0
 #: Requests that may wait for a look at the engines' models.
 _MOST_UNKNOWN: Final = 256
 #: Candidates kept with decisions, some 10 MB: of a large fleet fewer decisions are kept.
@@ -203,7 +206,7 @@ class SchedulerDriver:
         driver = self.driver
         now = driver.now()
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
-            if driver.emits(change.name):
+            if now - driver.tokens_at().get(change.name, -math.inf) < _EMITS_S:
                 return  # busy, not dead: its probes wait behind its work
             if driver.stalls.since(now - self.probe_timeout_s):
                 return  # the probe may have been answered while this process stood still
