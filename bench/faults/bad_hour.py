@@ -401,6 +401,9 @@ async def fails(bench: Bench, share: float, how: str) -> None:
     answers = {
         "500": _error(500),
         "close": b"close",
+        "empty": _plain(200, b""),
+        "redirect": _plain(307, b"", b"location: http://127.0.0.1:1/\r\n"),
+        "408": _error(408),
         "event": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
         + b"0\r\n\r\n",
@@ -465,6 +468,16 @@ async def refuses_kind(bench: Bench, name: str) -> None:
             lambda _, body: _error(413) if len(body) > 20_000 else None,
             {"messages": [{"role": "user", "content": "x" * 40_000}]},
             3,
+        ),
+        "long": (
+            lambda _, body: _error(500) if len(body) > 20_000 else None,
+            {"messages": [{"role": "user", "content": "x" * 40_000}]},
+            3,
+        ),
+        "whole": (
+            lambda fields, _: _error(500) if not fields.get("stream") else None,
+            {"stream": False},
+            2,
         ),
         "schema": (
             lambda fields, _: _error(400) if "response_format" in fields else None,
@@ -606,7 +619,8 @@ async def _watched(
     seen = await running
     lost = seen.lost() / max(1, len(seen.rows))
     text = f"{cause} after {during:.1f} s, clear after {after:.1f} s, absent {false_state} times between"
-    text += "" if "event=cause" in (proxy.folder / "log").read_text() else ", no event=cause"
+    told = re.search("event=(cause|instance_metrics|instance_access) ", (proxy.folder / "log").read_text())
+    text += "" if told else ", no event"
     kept = during <= 5.0 and after <= 10.0 and not before and not false_state
     bench.verdict(name, kept, f"{text}, {100 * lost:.0f} % lost{before} | {line}")
     return seen, ill_at, healed_at
@@ -759,6 +773,9 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "fails": lambda: fails(bench, 0.2, "500"),
         "fails-half": lambda: fails(bench, 0.5, "500"),
         "fails-event": lambda: fails(bench, 0.2, "event"),
+        "fails-empty": lambda: fails(bench, 0.3, "empty"),
+        "fails-redirect": lambda: fails(bench, 0.3, "redirect"),
+        "fails-408": lambda: fails(bench, 0.3, "408"),
         "fails-close": lambda: fails(bench, 0.2, "close"),
         "fails-mid": lambda: fails(bench, 0.2, "mid"),
         "fails-late": lambda: fails(bench, 0.2, "late"),
@@ -774,7 +791,7 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "closes": lambda: closes(bench, 1.25),
         "closes-20": lambda: closes(bench, 20.0),
     }
-    for name in ("tools", "size", "schema", "image"):
+    for name in ("tools", "size", "schema", "image", "long", "whole"):
         found[f"kind-{name}"] = lambda name=name: refuses_kind(bench, name)  # type: ignore[misc]
     for name in WRONG:
         found[f"wrong-{name.replace(' ', '-')}"] = lambda name=name: wrong(bench, name)  # type: ignore[misc]

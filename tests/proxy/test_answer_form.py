@@ -158,3 +158,13 @@ async def test_answers_that_are_odd_at_all_change_nothing(start: Start, alike: b
         for _ in range(30):
             assert (await ask(proxy, post(body, path=path))).status == 200
         assert not any(each.evidence.answers.doubted for each in proxy.scheduler.instances)
+
+
+async def test_a_chat_without_a_body_is_asked_elsewhere(start: Start) -> None:
+    async with Upstream(plain(b"")) as one, Upstream(plain(FULL)) as two:
+        proxy = await start(one.url, two.url, policy="rr")
+        body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":90}'
+        for _ in range(4):
+            answer = await ask(proxy, post(body, path="/v1/chat/completions"))
+            assert (answer.status, answer.body) == (200, FULL)
+        assert one.visits

@@ -205,6 +205,10 @@ class Plain(Attempt):
         answer = self.answer = EngineAnswer(head, length)
         exchange.record.status = status
         if not answer.refuses:
+            if length == 0 and self.lease.request.path in PATHS and not self.handling.keeps:
+                _turned_away(self, 500, None)  # a chat without a body is no answer
+                if exchange.attempt is not self:
+                    return
             self.handling.head(self, answer)
             self.plain = answer.stream is None
         elif not self.handling.keeps or (
