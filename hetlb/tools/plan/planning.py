@@ -143,6 +143,13 @@ def first_plan(problem: Problem, limits: SolveLimits) -> RentPlan | None:
 # --- measurement ----------------------------------------------------------------------------------------
 
 
+def measure_alone(table: Table, measured: Measured) -> Table:
+    """Return the table with every configuration measured on each type alone, and on no mix."""
+    problem = table.problem
+    found = [_alone(problem, each, measured) for each in problem.configurations]
+    return _without_ties(table, found)
+
+
 def measure_table(
     table: Table, measured: Measured, limits: SolveLimits, on_measured: OnMeasured = lambda done, total: None
 ) -> Table:
