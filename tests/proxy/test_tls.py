@@ -422,7 +422,7 @@ def test_certificates_of_the_listener_that_are_wrong(tmp_path: Path, table: str,
     [
         ("https://h:1", ", ca_file: none", "models[0].instances[0].ca_file: expected a readable file, got "),
         ("https://h:1", ", ca_file: junk", "models[0].instances[0].ca_file: expected PEM certificates of"),
-        ("http://h:1", ", ca_file: ca.pem", "models[0].instances[0].ca_file: expected one only where"),
+        ("http://h:1", ", ca_file: ca.pem", "models[0].instances[0].ca_file: expected none unless"),
         ("https://h:1", ", insecure_skip_verify: true",
          "models[0].instances[0].insecure_skip_verify: unknown key"),
     ],
