@@ -33,6 +33,11 @@ class Alone:
     seconds: float
 
     @property
+    def requests_per_s(self) -> float:
+        """Requests/s, 0 if nothing fitted."""
+        return self.requests / self.seconds if self.seconds > 0 else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         """Prompt and output tokens/s, 0 if nothing fitted."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
