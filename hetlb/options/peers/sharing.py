@@ -303,7 +303,7 @@ class Sharing:
             if now >= beat_at:
                 beat_at = now + silent_s / _BEATS
                 self._send(peer_messages.CHANGES, self._take())
-            if self.connected and now - self._echoed_at > _DEAF_FACTOR * silent_s:
+            if now - self._echoed_at > _DEAF_FACTOR * silent_s:
                 self._echoed_at = math.inf
                 self._transport.drop()
             self._drop_silent()

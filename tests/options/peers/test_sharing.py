@@ -437,7 +437,6 @@ async def test_a_hub_that_hangs_is_left_alone_after_a_while(
         one = Sharing(
             SharedTable(silent_s=0.2), HubTransport(path), make_scheduler([spec("a")]), lambda _: None, "ab"
         )
-        one.connected = True  # it has heard of it before
         one.start()
         await turns_until(lambda: "the connection is lost" in caplog.text)
         await one.close()
