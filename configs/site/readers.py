@@ -137,14 +137,14 @@ READERS = (
         "an API server",
         f"{size(kubernetes.MAX_LINE_BYTES)} a line, {size(kubernetes.MAX_PAGE_BYTES)} a page, "
         f"{size(kubernetes.MAX_OBJECTS_BYTES)} of objects",
-        "the source has failed, and what it gave last stays",
+        "the source has failed; its last list stays in force",
         ("line of a watch", "lines of a watch"),
     ),
     Reader(
         "answers of a name server",
         "a name server",
         "64 KiB, as DNS has it",
-        "the source has failed, and what it gave last stays",
+        "the source has failed; its last list stays in force",
         ("of a name server",),
     ),
     Reader(
