@@ -333,6 +333,13 @@ def test_figures_of_waiting_requests() -> None:
     assert queue.oldest_at() == 4.0
     queue.remove(2)
     assert queue.oldest_at() == 5.0
+    queue.push(asked(5), 7.5, due=2.0)
+    queue.push(asked(6), 8.0, due=1.0)
+    queue.remove(9)
+    assert queue.oldest_by_model() == {"m": 5.0}, "the order of due times has no say in the age"
+    for number in (0, 1):
+        queue.remove(number)
+    assert queue.oldest_at() == 7.5
 
 
 # --- noticing ---

@@ -89,7 +89,7 @@ class Backlog:
             if request.generates:
                 queue.resize(entry, round(size_of(request, placement.predictor.predict(request))))
             if request.prefix_keys and self._targets is None:
-                queue.reschedule(entry, entry.arrived_at + placement.patience_s(request))
+                entry.reschedule(entry.arrived_at + placement.patience_s(request))
 
     # --- placement ---
 

@@ -75,6 +75,12 @@ class Queued:
         self.due = due
         self.flow = flow
 
+    def reschedule(self, due: float) -> None:
+        """Set a new due time."""
+        if due != self.due:
+            self.due = due
+            self.flow.enter(self)
+
 
 class FlowName(NamedTuple):
     """Level, tenant and service class of waiting requests, and the smallest class of instances for them.
@@ -96,7 +102,7 @@ class FlowName(NamedTuple):
 
 
 class QueueFlow:
-    """Waiting requests of one line and name, oldest first."""
+    """Waiting requests of one line and name."""
 
     __slots__ = ("_order", "entries", "key", "name")
 
@@ -116,6 +122,11 @@ class QueueFlow:
         if len(self._order) > 2 * len(self.entries) + _MOST_LEFT:
             self._order = [(each.due, each.number, each.request.id) for each in self.entries.values()]
             heapify(self._order)
+
+    @property
+    def oldest_at(self) -> float:
+        """Arrival of the one that waits longest."""
+        return next(iter(self.entries.values())).arrived_at
 
     @property
     def first(self) -> Queued:
@@ -261,14 +272,14 @@ class Queue:
 
     def oldest_at(self) -> float | None:
         """Return the arrival of the oldest waiting request, None if none waits."""
-        return min((flow.first.arrived_at for flow in self.flows), default=None)
+        return min((flow.oldest_at for flow in self.flows), default=None)
 
     def oldest_by_model(self) -> dict[str, float]:
         """Return the arrival of the oldest waiting request, by model."""
         found: dict[str, float] = {}
         for flow in self.flows if self.held else ():
-            model, arrived_at = flow.key.model, flow.first.arrived_at
-            found[model] = min(arrived_at, found.get(model, arrived_at))
+            model = flow.key.model
+            found[model] = min(flow.oldest_at, found.get(model, flow.oldest_at))
         return found
 
     def is_older_elsewhere(self, model: str) -> bool:
@@ -375,12 +386,6 @@ class Queue:
         """Set a new size of a waiting request."""
         self._sizes[entry.request.model] += size - entry.size
         entry.size = size
-
-    def reschedule(self, entry: Queued, due: float) -> None:
-        """Set a new due time of a waiting request."""
-        if due != entry.due:
-            entry.due = due
-            entry.flow.enter(entry)
 
     def refit(self, fit_of: Callable[[Request], int]) -> None:
         """Sort the waiting requests again after a change of the instances. Their order stays."""
