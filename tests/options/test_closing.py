@@ -20,6 +20,7 @@ from hetlb.balancer.fleet.service import Service
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.peers import share
 from hetlb.options.peers.offer import Offer
+from hetlb.options.peers.redis_transport import RedisTransport
 from hetlb.options.pick.pick_service import PickService
 
 #: Seconds for which the loop stands: longer than any timeout of the tasks here.
@@ -104,9 +105,6 @@ async def picking(port: int, folder: Path, first: str) -> Close:
 
 async def sharing(port: int, folder: Path, first: str) -> Close:
     """Start a carrier of messages whose Redis is mute."""
-    pytest.importorskip("redis")
-    from hetlb.options.peers.redis_transport import RedisTransport
-
     transport = RedisTransport(f"redis://127.0.0.1:{port}", "g", 0.3)
     running = asyncio.create_task(transport.run(lambda: None, lambda message: None))
 
