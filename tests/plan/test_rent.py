@@ -482,6 +482,30 @@ def test_an_offer_that_is_slower_and_dearer_changes_nothing(drawn: tuple[Table, 
     assert found.throughput == pytest.approx(plan.throughput, rel=0.005)
 
 
+@settings(max_examples=8, deadline=None)
+@given(mixed_markets(), st.data())
+def test_a_plan_over_estimates_of_types_alone_is_measured(
+    drawn: tuple[Table, Mixed], data: st.DataObject
+) -> None:
+    """The time for measuring configurations may end before their types were measured alone."""
+    table, measured = drawn
+    problem = table.problem
+    estimated = tuple(
+        replace(
+            c,
+            throughput={name: rate * data.draw(st.floats(0.8, 1.25)) for name, rate in c.throughput.items()},
+        )
+        for c in problem.configurations
+    )
+    table = replace(table, problem=replace(problem, configurations=estimated))
+    try:
+        plan = make_plan(table, measured, USUAL).plan
+    except PlanError as error:
+        assert "worth of work" not in str(error)  # noqa: PT017 - a market without a plan is one line
+        return
+    assert served_rate(table, measured, plan) >= plan.throughput * (1.0 - 1e-6)
+
+
 def test_what_no_time_is_left_for_is_a_plan_by_estimates() -> None:
     problem = toy()
     base = load_profile(DEMO / "fast.yaml")

@@ -228,7 +228,9 @@ class PlanSearch:
         for c in problem.configurations:
             mixes = (*c.mixes, *self._mixes.get(c.name, ()))
             unique = {tuple(sorted(mix.items())): mix for mix in mixes if len(mix) > 1}
-            found.append(replace(c, mixes=tuple(unique.values())))
+            # A type alone may be an estimate until then: time was short.
+            alone = {name: rate for mix in mixes if len(mix) == 1 for name, rate in mix.items()}
+            found.append(replace(c, throughput={**c.throughput, **alone}, mixes=tuple(unique.values())))
         return replace(problem, configurations=tuple(found))
 
     def _take(self, found: MeasuredPlan | None) -> None:
