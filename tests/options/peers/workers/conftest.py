@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from options.peers.workers.processes import Serve, Serving, at_rest
@@ -34,7 +35,10 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
         yield start
         for serving in running:
             if serving.process.returncode is None:
-                await serving.fleet_until(at_rest)
+                try:
+                    await serving.fleet_until(at_rest)
+                except aiohttp.ClientError as error:
+                    raise AssertionError(serving.errors) from error
                 assert await serving.end() == 0
     finally:
         for serving in running:

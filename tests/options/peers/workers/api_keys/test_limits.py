@@ -125,6 +125,9 @@ async def test_a_key_removed_from_the_file_is_refused_by_every_process(serve: Se
         assert (await ask(proxy, 1)).status == 200
         keys(tmp_path, {})
         await proxy.said("reloaded: ")
-        # Each process had its keys before the line was written.
-        assert {(await ask(proxy, 1)).status for _ in range(20)} == {401}
+        # Each process looks at the file by itself; the kernel deals connections out at random.
+        refused = 0
+        async with asyncio.timeout(HANG_S):
+            while refused < 20:
+                refused = refused + 1 if (await ask(proxy, 1)).status == 401 else 0
         assert (await ask(proxy, 0)).status == 200
