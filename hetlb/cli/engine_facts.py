@@ -19,7 +19,7 @@ import aiohttp
 from hetlb.balancer.config.fleet_tables import ScrapeTable
 from hetlb.balancer.core.types import EngineSample
 from hetlb.balancer.engines.engine_metrics import page_of
-from hetlb.balancer.engines.engine_mistakes import CLOSED, connect_failure, old_version
+from hetlb.balancer.engines.engine_mistakes import CLOSED, connect_failure, is_hetlb, old_version
 from hetlb.balancer.engines.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.served_models import longest_context, read_model_list, read_version
 
@@ -179,7 +179,7 @@ async def _ask(
     if facts.version is None and facts.table is None:
         facts.version = read_version((await page("/api/version")).body)
         facts.is_ollama = facts.version is not None
-    if metrics.headers.get("x-request-id", "").startswith("hetlb-"):
+    if is_hetlb(metrics.headers):
         facts.foreign = "another hetlb"
     elif facts.table is None:
         facts.foreign = await _foreign(page, facts)

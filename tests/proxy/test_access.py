@@ -597,7 +597,7 @@ def test_where_registration_could_do_harm_networks_are_named(tmp_path: Path, mod
     write(tmp_path, "key", "sk-model")
     text = BASE % ("", model) + "admin: {registration: true%s%s}\n"
     assert problem(tmp_path, text % ("", more)).startswith(
-        "admin.registration_networks: expected the networks in which instances may be registered "
+        "admin.registration_networks: expected the networks in which instances may be registered (keys"
     )
     (tmp_path / "fleet.yaml").write_text(text % (", registration_networks: [10.0.0.0/8]", more))
     access = load_access(load_fleet(tmp_path / "fleet.yaml"))

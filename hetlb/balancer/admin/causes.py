@@ -18,12 +18,12 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 
 #: Least ratio of measured to profiled time of a slow instance.
 SLOW_FACTOR: Final = 1.5
+#: The same by its engine's own count of tokens in the last seconds, a less certain measure.
+PACE_FACTOR: Final = 2.5
 #: Least ratio of an instance's time to its usual one, and to the best other's change, of a slowed one.
 SLOWED_FACTOR: Final = 2.0
 #: Least lag of this process that makes answers look slower, in seconds.
 LEAST_LAG_S: Final = 0.02
-#: The same by its engine's own count of tokens in the last seconds, a less certain measure.
-PACE_FACTOR: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING_SHARE: Final = 0.01
 LEAST_FAILED: Final = 3
@@ -173,17 +173,14 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     if each.asleep or each.sleep.reason:
         return None
     flaps, reason = each.evidence.health.ejections, each.evidence.health.reason
-    # The wait after an ejection grows: the time in which the next one may follow begins with its end.
-    proven_at = (
-        0.0
-        if len(flaps) < LEAST_FLAPS
-        else max(flaps[-1] + FLAPPED_S, evidence.health.ejected_until + PROVEN_S)
-    )
-    if len(flaps) >= LEAST_FLAPS and (not each.routable or now <= proven_at):
-        sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
-        now_down = "" if each.routable or not reason else f", now: {reason}"
-        advice = next_step_of(each) if now_down else "Look at its log; its wait doubles each time."
-        return StateCause("flaps", name, sentence + now_down, advice)
+    if len(flaps) >= LEAST_FLAPS:
+        # The wait after an ejection grows: the time in which the next one may follow begins with its end.
+        proven_at = max(flaps[-1] + FLAPPED_S, evidence.health.ejected_until + PROVEN_S)
+        if not each.routable or now <= proven_at:
+            sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
+            now_down = "" if each.routable or not reason else f", now: {reason}"
+            advice = next_step_of(each) if now_down else "Look at its log; its wait doubles each time."
+            return StateCause("flaps", name, sentence + now_down, advice)
     if KEY_REFUSED in reason:
         sentence = reason.replace("it", name, 1)
         return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")

@@ -278,8 +278,8 @@ class Queue:
         """Return the arrival of the oldest waiting request, by model."""
         found: dict[str, float] = {}
         for flow in self.flows if self.held else ():
-            model = flow.key.model
-            found[model] = min(flow.oldest_at, found.get(model, flow.oldest_at))
+            model, arrived_at = flow.key.model, flow.oldest_at
+            found[model] = min(arrived_at, found.get(model, arrived_at))
         return found
 
     def is_older_elsewhere(self, model: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from collections.abc import Mapping
 from errno import ECONNREFUSED
 from typing import Any, Final
 
@@ -78,6 +79,11 @@ def no_answer_at(error: BaseException) -> str:
     hints = {NO_TLS: ": use http://", CLOSED: "; if it speaks TLS, use https://"}
     trust = " (SSL_CERT_FILE names an authority)" if "not trusted" in why else ""
     return why + hints.get(why, trust)
+
+
+def is_hetlb(headers: Mapping[str, str]) -> bool:
+    """Return True if the headers of an answer are of a hetlb in front of engines."""
+    return headers.get("x-request-id", "").startswith("hetlb-")
 
 
 def next_step(reason: str) -> str:

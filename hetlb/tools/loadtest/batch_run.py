@@ -19,11 +19,11 @@ from yarl import URL
 from hetlb.balancer.core.resend_budget import Resends
 from hetlb.balancer.engines.engine_mistakes import no_answer, no_answer_at
 from hetlb.balancer.http.retry_after import retry_after_s
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, is_final
 from hetlb.tools.loadtest.bodies import CLASS_HEADER
-from hetlb.tools.loadtest.generator import LoadProgress, client_session
+from hetlb.tools.loadtest.generator import LoadProgress, check_key, client_session
 from hetlb.tools.openai.answer_events import AnswerError, read_answer
 
 #: Requests at once if none are stated, with a background class and without. Simulated jobs of 512 and 192
@@ -96,9 +96,7 @@ class BatchRun:
                 raise self._untrusted(error) from error
             except (aiohttp.ClientError, TimeoutError) as error:
                 status, why = 0, no_answer_at(error)
-            if status in (401, 403):
-                problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {status}"
-                raise InputError(f"{target}: {problem}")
+            check_key(target, status)
             if status and (self._late or status not in _NOT_YET):
                 break
             waits += 1

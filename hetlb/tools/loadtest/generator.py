@@ -18,7 +18,7 @@ import aiohttp
 from yarl import URL
 
 from hetlb.balancer.http.answer_form import SAMPLE_BYTES, WRONG, form_of_body, form_of_stream
-from hetlb.errors import reason_of
+from hetlb.errors import InputError, reason_of
 from hetlb.tasks import ended
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.load_result import LoadResult
@@ -148,6 +148,12 @@ def client_session(headers: Mapping[str, str], *tracing: aiohttp.TraceConfig) ->
         auto_decompress=False,
         trace_configs=list(tracing),
     )
+
+
+def check_key(url: str, status: int) -> None:
+    """Raise `InputError` if a status means that a server does not accept the key of the command."""
+    if status in (401, 403):
+        raise InputError(f"{url}: expected an API key that it accepts in OPENAI_API_KEY, got {status}")
 
 
 class LoadInterruptedError(asyncio.CancelledError):

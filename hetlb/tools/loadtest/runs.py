@@ -19,11 +19,17 @@ import aiohttp
 
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.engines.engine_mistakes import no_answer_at
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.bodies import COMPLETIONS, RequestBodies
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin
-from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S, LoadInterruptedError, LoadProgress, run_load
+from hetlb.tools.loadtest.generator import (
+    LONGEST_ANSWER_S,
+    LoadInterruptedError,
+    LoadProgress,
+    check_key,
+    run_load,
+)
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.workload.arrivals import Load, PlannedRequest, Ramp, Rate
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
@@ -161,9 +167,7 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
     try:
         async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
             async with session.get(f"{url}/v1/models") as reply:
-                if reply.status in (401, 403):
-                    problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {reply.status}"
-                    raise InputError(f"{url}/v1/models: {problem}")
+                check_key(f"{url}/v1/models", reply.status)
                 if reply.status != 200:
                     said = (await reply.content.read(200)).decode("utf-8", "replace")
                     problem = f"expected a list of models, got status {reply.status}: {said}"

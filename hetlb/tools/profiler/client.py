@@ -19,7 +19,7 @@ import msgspec
 
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of, parse
-from hetlb.balancer.engines.engine_mistakes import no_answer_at
+from hetlb.balancer.engines.engine_mistakes import is_hetlb, no_answer_at
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tasks import ended
@@ -229,7 +229,7 @@ class EngineClient:
             async with self._session.get(
                 self._url + path, timeout=aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S)
             ) as reply:
-                if reply.headers.get("x-request-id", "").startswith("hetlb-"):
+                if is_hetlb(reply.headers):
                     raise InputError("--url: expected one server, got a hetlb: a profile is of one server")
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
