@@ -326,9 +326,8 @@ def report(case: str, found: str, well: bool) -> None:
     print(f"{'ok  ' if well else 'MISS'}  {case:44} {found}", flush=True)
 
 
-#: Visits before an instance is surely known to be bad; later ones are trials. If two are bad, five requests
-#: in a row are lost at both before they count: the requests might be at fault.
-_FIRST_VISITS = 10
+#: Visits before an instance is known to be bad; later ones are trials.
+_FIRST_VISITS = 5
 
 
 async def _refuses(kind: str, stream: bool, count: int, bad: int, turns: asyncio.Semaphore) -> None:

@@ -694,53 +694,36 @@ async def flaps(bench: Bench) -> None:
     await _stopped(servers)
 
 
-async def slows(bench: Bench, factor: float = 3.0) -> None:
-    """Row 7: the fast server slows to a third."""
+async def changes(
+    bench: Bench, name: str, cause: str, change: Callable[[Server, bool], None], ill_s: float = 20.0
+) -> None:
+    """Rows 7 and 8: the fast server becomes ill, and well again; `change` is told which (True: ill)."""
     servers = bench.servers()
 
-    async def pace(by: float) -> None:
-        servers[0].pace_s *= by
+    async def to(ill: bool) -> None:
+        change(servers[0], ill)
 
     async with await _with(servers, bench) as proxy:
         await _watched(
-            bench, proxy, f"slows {factor:g} x", "slow" if bench.profile else "slowed",
-            lambda: pace(factor), lambda: pace(1.0 / factor), rate=10.0, ill_s=20.0,
+            bench, proxy, name, cause, lambda: to(True), lambda: to(False), rate=10.0, ill_s=ill_s
         )  # fmt: skip
     await _stopped(servers)
 
 
-async def pageless(bench: Bench) -> None:
-    """Row 8: the fast server loses its page while it serves."""
-    servers = bench.servers()
-
-    async def page(shown: bool) -> None:
-        servers[0].metrics = shown
-
-    async with await _with(servers, bench) as proxy:
-        await _watched(
-            bench, proxy, "no metrics", "no_metrics", lambda: page(False), lambda: page(True),
-            rate=10.0, ill_s=20.0,
-        )  # fmt: skip
-    await _stopped(servers)
+def _slow(server: Server, ill: bool) -> None:
+    server.pace_s *= 3.0 if ill else 1.0 / 3.0
 
 
-async def locks(bench: Bench) -> None:
-    """Row 8: the fast server asks for another key while it serves."""
-    servers = bench.servers()
+def _pageless(server: Server, ill: bool) -> None:
+    server.metrics = not ill
 
-    async def key(value: str) -> None:
-        servers[0].key = value
 
-    async with await _with(servers, bench) as proxy:
-        await _watched(
-            bench, proxy, "another key", "key_refused", lambda: key("other"), lambda: key(""),
-            rate=10.0, ill_s=15.0,
-        )  # fmt: skip
-    await _stopped(servers)
+def _locked(server: Server, ill: bool) -> None:
+    server.key = "other" if ill else ""
 
 
 async def locked(bench: Bench) -> None:
-    """Row 8: the fast server refuses the key from its start; and two names are one process."""
+    """Row 8: the fast server refuses the key from its start."""
     servers = bench.servers()
     servers[0].key = "other"
     async with await _with(servers, bench) as proxy:
@@ -783,9 +766,9 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "fills": lambda: fills(bench),
         "crowded": lambda: crowded(bench),
         "flaps": lambda: flaps(bench),
-        "slows": lambda: slows(bench),
-        "pageless": lambda: pageless(bench),
-        "locks": lambda: locks(bench),
+        "slows": lambda: changes(bench, "slows 3 x", "slow" if bench.profile else "slowed", _slow),
+        "pageless": lambda: changes(bench, "no metrics", "no_metrics", _pageless),
+        "locks": lambda: changes(bench, "another key", "key_refused", _locked, 15.0),
         "locked": lambda: locked(bench),
         "twins": lambda: twins(bench),
         "closes": lambda: closes(bench, 1.25),

@@ -49,7 +49,7 @@ PEERS = (
 OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
 #: Lines of all modules that a plain `serve` may import, with the view that a process joins that takes this
 #: one's place, the places of kept responses, an engine's history, and the places of lines on its last page.
-MOST_LINES = 27_300
+MOST_LINES = 27_200
 
 
 async def a_plain_serve(folder: Path) -> set[str]:
