@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
     from hetlb.balancer.core.setup import SchedulerSetup
-    from hetlb.balancer.core.types import Command, InstanceChange
+    from hetlb.balancer.core.types import InstanceChange
     from hetlb.balancer.engines.engine_pools import EnginePools
-    from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
+    from hetlb.balancer.exchange.driver import Driver, Handshake, MakeSplits
     from hetlb.balancer.exchange.engine_request import EngineRequest
     from hetlb.balancer.exchange.exchange import Maker
     from hetlb.balancer.fleet.source import Source
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from hetlb.balancer.telemetry.request_record import RequestRecord, RequestSpans
     from hetlb.systemd import Listeners
 
-    #: Carries out commands of the scheduler.
-    CarryOut: TypeAlias = Callable[[list[Command]], None]
     #: Makes the maker of one request's attempts; the answer may go on at another instance.
     Resumption: TypeAlias = Callable[[Kind, Call, EngineRequest], Maker]
 
@@ -101,7 +99,7 @@ class Options:
     #: Decisions about requests of two legs, for a scheduler with instances that transfer their KV cache.
     splitting: Callable[[Scheduler], Splitting]
     #: Maker of the attempts of such requests.
-    splits: Callable[[Driver, Scheduler, CarryOut], Splits]
+    splits: MakeSplits
     #: Answers that go on at another instance.
     resumption: Callable[[Driver], Resumption]
     #: Request for a WebSocket, from head and body; True if clients need no key. Raises `GateError`.

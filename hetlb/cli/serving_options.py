@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
-    from hetlb.balancer.core.types import InstanceChange
+    from hetlb.balancer.core.types import Command, InstanceChange
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.http1 import RequestHead
     from hetlb.balancer.option_record import (
         CacheReports,
-        CarryOut,
         Resumption,
         SchedulerLog,
         SleepWatch,
@@ -36,7 +35,7 @@ def _splitting(scheduler: Scheduler) -> Splitting:
     return HandOvers(scheduler)
 
 
-def _splits(driver: Driver, scheduler: Scheduler, carry_out: CarryOut) -> Splits:
+def _splits(driver: Driver, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> Splits:
     from hetlb.options.split.kv_transfers import KvTransfers
 
     return KvTransfers(driver, scheduler, carry_out)

@@ -69,10 +69,10 @@ class Proxy:
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[RequestRecord] = []
         loop = asyncio.get_running_loop()
-        self.driver = Driver(table, TokenEstimator(), loop, {}, OPTIONS)
+        self.driver = Driver(table, TokenEstimator(), loop, {}, OPTIONS.splits)
         self.driver.on_ended = self._exchanges.extend
         self.scheduling = self.driver.drive(scheduler)
-        self.server = ProxyServer(self.driver, View())
+        self.server = ProxyServer(self.driver, View(), OPTIONS)
         self.scheduler = scheduler
         self.port = 0
         self.changed = asyncio.Condition()

@@ -249,10 +249,10 @@ class Proxy:
         self.ended: list[Any] = []
         settings = msgspec.structs.replace(ProxyTable(), **table)
         with self._running():
-            self.driver = Driver(settings, TokenEstimator(), self.loop, {}, OPTIONS)
+            self.driver = Driver(settings, TokenEstimator(), self.loop, {}, OPTIONS.splits)
             self.driver.on_ended = self.ended.extend
             self.scheduling = self.driver.drive(self.scheduler)
-            self.server = ProxyServer(self.driver, View())
+            self.server = ProxyServer(self.driver, View(), OPTIONS)
 
     @contextlib.contextmanager
     def _running(self) -> Any:

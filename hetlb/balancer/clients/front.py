@@ -19,7 +19,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
-    from hetlb.balancer.option_record import SpanMaker
+    from hetlb.balancer.option_record import Options, SpanMaker
 
 
 class Listener(Protocol):
@@ -45,14 +45,16 @@ class Listener(Protocol):
 class Front:
     """The listener over `driver`, and the records of ended requests."""
 
-    def __init__(self, driver: Driver, server: Listener, fleet: Fleet, access: Access) -> None:
+    def __init__(
+        self, driver: Driver, server: Listener, fleet: Fleet, access: Access, options: Options
+    ) -> None:
         self._driver = driver
         self._fleet = fleet
         self.server = server
         driver.on_ended = self._requests_ended
         self._apply(fleet, access)
         table = fleet.file.tracing
-        self._tracing: SpanMaker | None = None if table is None else driver.options.spans(table)
+        self._tracing: SpanMaker | None = None if table is None else options.spans(table)
         self.server.router.tracing = self._tracing
         self._lines: LogWriter | None = None
         self._write_line: Callable[[RequestRecord, float], str] | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.origins import PageOrigins
     from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.balancer.option_record import Resumption, SpanMaker
+    from hetlb.balancer.option_record import Options, Resumption, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -76,8 +76,9 @@ class FleetView(Protocol):
 class Router:
     """Takes whole requests in. On the event loop only."""
 
-    def __init__(self, driver: Driver, view: FleetView) -> None:
+    def __init__(self, driver: Driver, view: FleetView, options: Options) -> None:
         self._driver = driver
+        self._options = options
         self._view = view
         self.configure(driver.table)
         #: Keys of clients; None lets every client in.
@@ -206,7 +207,7 @@ class Router:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        handshake = self._driver.options.handshake(self._driver, head, body, self.keys is None)
+        handshake = self._options.handshake(self._driver, head, body, self.keys is None)
         call = Call()
         call.model = handshake.model
         if self.names is not None and call.model is not None:
@@ -260,7 +261,7 @@ class Router:
             how = self.resume.get((model, service.name), driver.table.resume)
             if how is not False:
                 if self._resumption is None:
-                    self._resumption = driver.options.resumption(driver)
+                    self._resumption = self._options.resumption(driver)
                 exchange.maker = self._resumption(kind, call, outgoing)
         call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
         if self.tracing is not None:

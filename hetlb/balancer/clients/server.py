@@ -21,6 +21,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
+from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.turns import turns
 
@@ -39,9 +40,9 @@ _NO_DESCRIPTORS: Final = Refusal(
 class ProxyServer:
     """The listener of clients, and the state that its connections share."""
 
-    def __init__(self, driver: Driver, view: FleetView) -> None:
+    def __init__(self, driver: Driver, view: FleetView, options: Options) -> None:
         self.driver = driver
-        self.router = Router(driver, view)
+        self.router = Router(driver, view, options)
         self.table: ProxyTable = driver.table
         self.heads = KnownHeads(parse_request_head)
         #: Connections, the oldest first (the values are unused).

@@ -10,7 +10,7 @@ import asyncio
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.client_response import STARTED
@@ -18,7 +18,7 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
+from hetlb.balancer.core.types import Command, Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
 from hetlb.balancer.exchange.driver_timers import StallWatch, Sweeper
@@ -27,13 +27,13 @@ from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
 from hetlb.balancer.exchange.kept_places import KeptPlaces
+from hetlb.balancer.exchange.relocations import move_all_away
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.http1 import RequestHead
-from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.turns import turns
@@ -73,6 +73,10 @@ class Handshake(Maker):
         """Return the head with the engine's name of the model, in place of an alias."""
 
 
+#: Makes them for a driver and its scheduler, with what carries out commands.
+MakeSplits: TypeAlias = "Callable[[Driver, Scheduler, Callable[[list[Command]], None]], Splits]"
+
+
 class Driver:
     """Exchanges, connections to engines and counters of one process. `drive` gives it a scheduler."""
 
@@ -84,14 +88,14 @@ class Driver:
         token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         access: Mapping[str, EngineAccess],
-        options: Options,
+        make_splits: MakeSplits,
     ) -> None:
         self.loop = loop
         self.now = loop.time
         self.counted = Totals()
         self.stalls = StallWatch(loop)
         self._sweeper = Sweeper(loop, self.swept)
-        self.options = options
+        self._make_splits = make_splits
         self.table = table
         self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.
@@ -320,7 +324,7 @@ class Driver:
 
         scheduler = self.scheduling.scheduler
         if self.splits is None and any(each.spec.kv_transfer for each in scheduler.instances):
-            self.splits = self.options.splits(self, scheduler, self.scheduling.carry_out)
+            self.splits = self._make_splits(self, scheduler, self.scheduling.carry_out)
 
     def sampled(self) -> None:
         """Note that the metrics of an engine were read."""
@@ -347,8 +351,6 @@ class Driver:
         run = self.guard.run
         targets = self.scheduling.fleet.targets()
         if any(each.leaves_at is not None for each in targets):
-            from hetlb.balancer.exchange.moves import move_all_away
-
             run(lambda: move_all_away(self, now), "moving requests away")
         run(lambda: self.pools.sweep(now), "sweeping connections")
         live = {each.incarnation for each in targets}

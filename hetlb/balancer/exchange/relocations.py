@@ -1,18 +1,23 @@
-"""Requests without a byte of an answer that another instance gets instead.
+"""Requests that another instance gets instead.
 
 Example: an instance stands still while three requests wait there. Each of them is taken back, and the
-scheduler places it again. The same is done if an instance turned out to be slower than it was thought.
+scheduler places it again. The same is done if an instance turned out to be slower than it was thought, and,
+with answers that have begun too, if an instance has been given notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from hetlb.balancer.core.instance import NOTICE_MARGIN_S
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Lease, Outcome
+from hetlb.balancer.exchange.driver_timers import SWEEP_S
+from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.events import Event, tell
 
 if TYPE_CHECKING:
@@ -113,3 +118,35 @@ class Relocations:
         """Stop the timer."""
         if self._mover is not None:
             self._mover.cancel()
+
+
+# --- instances that leave ---
+
+
+def move_all_away(driver: Driver, now: float) -> None:
+    """Move requests away from all instances that leave."""
+    for each in driver.scheduling.fleet.targets():
+        if each.leaves_at is not None:
+            move_away(driver, each.name, each.leaves_at, now)
+
+
+def move_away(driver: Driver, name: str, gone_at: float, now: float) -> None:
+    """Move requests that end after their instance leaves, evenly until then, the shortest first."""
+    left_s = gone_at - NOTICE_MARGIN_S - now
+    late = []
+    for each in driver.exchanges.values():
+        record, lease = each.record, each.record.lease
+        if lease is not None and lease.instance == name and each.phase is not Phase.QUEUED:
+            ends_at = lease.dispatched_at + lease.forecast_end_s
+            if ends_at > now + left_s or left_s < SWEEP_S:
+                late.append((ends_at, record.request.id))
+    late.sort()
+    most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
+    for _, request_id in late:
+        exchange = driver.exchanges.get(request_id)
+        if most <= 0 or exchange is None:
+            continue
+        try:
+            most -= exchange.attempt.move()
+        except Exception as error:
+            driver.guard.ended(exchange, error)

@@ -390,7 +390,7 @@ class Service(FleetService):
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.scheduling.look_up = self.watch.look_up_models
         self.server: Listener = self._make_server()
-        self._front = Front(self.driver, self.server, fleet, self.access)
+        self._front = Front(self.driver, self.server, fleet, self.access, self.options)
         #: Sleep and wake of instances, None before one has `wake`.
         self._sleep: SleepWatch | None = None
         #: True if another process accepts in place of this one.
@@ -400,11 +400,11 @@ class Service(FleetService):
         fleet = self.fleet
         estimator = TokenEstimator(fleet.token_counters)
         loop = asyncio.get_running_loop()
-        driver = self.driver = Driver(fleet.file.proxy, estimator, loop, self._engines, self.options)
+        driver = self.driver = Driver(fleet.file.proxy, estimator, loop, self._engines, self.options.splits)
         return driver.drive(self.scheduler)
 
     def _make_server(self) -> Listener:
-        return ProxyServer(self.driver, self.availability)
+        return ProxyServer(self.driver, self.availability, self.options)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Probe, then listen, on given `listeners` or the ones of `takeover`. Raises `HetlbError`."""

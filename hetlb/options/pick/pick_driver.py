@@ -16,20 +16,13 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.candidates import PASSED_OVER
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    Lease,
-    Outcome,
-    Reject,
-    RejectReason,
-    RequestId,
-)
+from hetlb.balancer.core.types import Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.driver import Driver, MakeSplits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Instances of a large fleet considered as fallbacks for the gateway's retries.
@@ -52,9 +45,9 @@ class PickDriver(Driver):
         token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         access: Mapping[str, EngineAccess],
-        options: Options,
+        make_splits: MakeSplits,
     ) -> None:
-        super().__init__(table, token_estimator, loop, access, options)
+        super().__init__(table, token_estimator, loop, access, make_splits)
         self.scheduler = scheduler
         # Envoy may show nothing of an answer, and moves none.
         self.picking = self.scheduling = SchedulerDriver(scheduler, self, by_counters=True)

@@ -23,6 +23,7 @@ from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
+from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
 from hetlb.files import content, readable_name
@@ -89,11 +90,11 @@ class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
 class PickServer:
     """The listener of gateways, in the place of the proxy's `ProxyServer`."""
 
-    def __init__(self, driver: PickDriver, view: FleetView, fleet: Fleet) -> None:
+    def __init__(self, driver: PickDriver, view: FleetView, fleet: Fleet, options: Options) -> None:
         """Read the certificates of the file. Raises `ConfigError`."""
         self._driver = driver
         self._view = view
-        self.router = Router(driver, view)
+        self.router = Router(driver, view, options)
         self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.

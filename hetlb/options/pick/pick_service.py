@@ -48,12 +48,12 @@ class PickService(Service):
         estimator = TokenEstimator(fleet.token_counters)
         loop = asyncio.get_running_loop()
         self.driver = PickDriver(
-            self.scheduler, fleet.file.proxy, estimator, loop, self._engines, self.options
+            self.scheduler, fleet.file.proxy, estimator, loop, self._engines, self.options.splits
         )
         return self.driver.picking
 
     def _make_server(self) -> PickServer:
-        return PickServer(self.driver, self.availability, self.fleet)
+        return PickServer(self.driver, self.availability, self.fleet, self.options)
 
     @property
     def ready_line(self) -> str:

@@ -48,8 +48,10 @@ class Door:
     def __init__(self) -> None:
         self.scheduler = make_scheduler([spec("i0")], "hetlb")
         self.loop = Loop()
-        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), self.loop, {}, OPTIONS)
-        self.state = PickerState(self.driver, Router(self.driver, _View()), PickTable(), {})  # type: ignore[arg-type]
+        self.driver = PickDriver(
+            self.scheduler, ProxyTable(), TokenEstimator(), self.loop, {}, OPTIONS.splits
+        )
+        self.state = PickerState(self.driver, Router(self.driver, _View(), OPTIONS), PickTable(), {})  # type: ignore[arg-type]
         self.state.set_addresses({"i0": "127.0.0.1:1"})
         self.sent: list[bytes] = []
 

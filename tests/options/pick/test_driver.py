@@ -28,7 +28,7 @@ async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: 
     capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
     scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")
     loop = asyncio.get_running_loop()
-    driver = PickDriver(scheduler, ProxyTable(), TokenEstimator(), loop, {}, OPTIONS)
+    driver = PickDriver(scheduler, ProxyTable(), TokenEstimator(), loop, {}, OPTIONS.splits)
     down = {f"i{n}" for n in range(0, count, 3)}
     for name in down:
         scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
@@ -55,7 +55,9 @@ async def test_an_engine_whose_counters_stand_still_gets_trials_alone(
 ) -> None:
     """Envoy shows no answers: without counters silence says nothing."""
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
-    driver = PickDriver(scheduler, ProxyTable(), TokenEstimator(), asyncio.get_running_loop(), {}, OPTIONS)
+    driver = PickDriver(
+        scheduler, ProxyTable(), TokenEstimator(), asyncio.get_running_loop(), {}, OPTIONS.splits
+    )
     held = dispatched(scheduler.on_arrival(request(1, streamed=True), driver.now()))
     clock = begun = driver.now()
     monkeypatch.setattr(StallWatch, "since", lambda self, then: False)
