@@ -54,7 +54,7 @@ from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.peers import lease_wire, peer_messages
 from hetlb.options.pick import stream_states
-from hetlb.options.wake import waker
+from hetlb.options.wake import doors, waker
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.plan.market import MarketFile
 from hetlb.tools.stage.stages_file import StagesFile
@@ -491,6 +491,27 @@ def limits_page() -> str:
             "the oldest goes",
         ),
     )
+    first = (doors._FROM_MEMORY_S, doors._READ_AGAIN_S, doors._STARTED_S)
+    least = f"at least {waker.LEAST_LATE_S:.0f} s; "
+    known = f"{waker.LATE_FACTOR:.0f} times the mean so far, {least}"
+    again = f"tried again after {waker._REST_FACTOR:.0f} times what it took"
+    of_sleepers = (
+        (
+            "wake",
+            known
+            + "the first one {:.0f} s (level 1), {:.0f} s (level 2), {:.0f} s (command); "
+            "twice, then four times as long after late ones".format(*first),
+            "it is late (`wake_failed`, `no_wake`): no request waits for it, and once another of its group "
+            f"is called it is put back to sleep for it; {again}",
+        ),
+        ("late wake, nobody else waits for the GPU", f"{waker.MOST_WAKE_S:.0f} s", again),
+        (
+            "sleep",
+            f"{known}the first one {waker.FIRST_SLEEP_S:.0f} s",
+            f"it serves on (`sleep_failed`, `no_sleep`), {again}; one that is down is taken to sleep",
+        ),
+        ("others use a server that is to sleep", f"{waker.OTHERS_S:.0f} s", "it serves on"),
+    )
     of_all = [(each.reads, each.of, each.bound, each.else_) for each in READERS]
     parts = (
         "# Limits",
@@ -499,6 +520,8 @@ def limits_page() -> str:
         "\n".join(_table(("what", "limit", "else"), of_clients)),
         "## Of an engine",
         "\n".join(_table(("what", "limit", "else"), of_engines)),
+        "## Of a server that sleeps",
+        "\n".join(_table(("what", "limit", "else"), of_sleepers)),
         "## Readers of what others write",
         "Each reads in linear time and keeps a bounded number of bytes. At its bound one thing is lost, as "
         "the last column says, and nothing else.",

@@ -76,6 +76,8 @@ class State(StrEnum):
 SEVERITIES: Final = {
     "all_down": State.DOWN,
     "dead": State.DEGRADED,
+    "no_wake": State.DEGRADED,
+    "no_sleep": State.DEGRADED,
     "stalled": State.DEGRADED,
     "key_refused": State.DEGRADED,
     "refuses": State.DEGRADED,
@@ -156,9 +158,14 @@ def of_instance(
 
     `pace`: see `balancer.telemetry.recent.EnginePace`; `own_share`: see `rare_causes.own_shares`.
     """
+    found = _of_state(each, now)
+    if found is None and each.sleep.fault:
+        from hetlb.balancer.admin.rare_causes import of_sleep
+
+        return of_sleep(each)
     if each.admin is AdminState.READY and (each.asleep or each.sleep.reason):
         return None
-    return _of_state(each, now) or _of_answers(each, share, pace, now, own_share)
+    return found or _of_answers(each, share, pace, now, own_share)
 
 
 def _of_state(each: Instance, now: float) -> StateCause | None:

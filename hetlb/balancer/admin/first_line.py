@@ -34,6 +34,11 @@ def why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     if len(held) == len(instances):
         return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
     dead = [each for each in instances if each.admin is AdminState.READY]
+    if dead[0].sleep.fault:
+        from hetlb.balancer.admin.rare_causes import of_sleep
+
+        found = of_sleep(dead[0])
+        return f"{found.sentence}. {found.advice}{wait}"
     reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
     step = next_step_of(dead[0])
     if len(dead) > 1:

@@ -66,6 +66,15 @@ def of_speeds(among: Sequence[Instance], own_shares: Mapping[str, float]) -> lis
     return found
 
 
+def of_sleep(each: Instance) -> StateCause:
+    """Return the cause of an instance whose last wake or sleep failed."""
+    advice = f"Look at the log of {each.name}, or restart it; the pauses between tries grow."
+    if each.sleep.reason:
+        return StateCause("no_wake", each.name, f"{each.name} does not wake up ({each.sleep.fault})", advice)
+    sentence = f"{each.name} does not sleep ({each.sleep.fault}): others of its group wait"
+    return StateCause("no_sleep", each.name, sentence, advice)
+
+
 def of_processes(among: Sequence[Instance]) -> list[StateCause]:
     """Return a cause for each instance that is the same process as one listed before it."""
     found: list[StateCause] = []

@@ -535,13 +535,15 @@ class Probed(PickleByFields):
 class SleepSet(PickleByFields):
     """An instance gets no requests for now, since it sleeps or is about to (`reason`); "": it is awake.
 
-    `comes`: it is woken for requests, which wait for it. `wake_s` is the time of its last wake in seconds.
+    `comes`: it is woken for requests, which wait for it. `wake_s` is the time of its last wake in seconds,
+    `fault` why its last wake or sleep failed.
     """
 
     name: str
     reason: str
     comes: bool = False
     wake_s: float | None = None
+    fault: str = ""
 
 
 InstanceChange: TypeAlias = (

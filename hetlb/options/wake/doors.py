@@ -18,9 +18,11 @@ from hetlb.balancer.engines.scrape import UnansweredError, answer_of
 
 #: Seconds between questions whether a server is awake.
 _LOOK_S: Final = 0.25
-#: Longest time to fall asleep and to wake up, in seconds.
-MOST_SLEEP_S: Final = 120.0
-MOST_WAKE_S: Final = 900.0
+#: Longest first wake that others of its group wait for, in seconds: from memory, with weights that are read
+#: again, and of a server that is started.
+_FROM_MEMORY_S: Final = 60.0
+_READ_AGAIN_S: Final = 180.0
+_STARTED_S: Final = 300.0
 _RELOAD: Final = b'{"method":"reload_weights"}'
 _JSON: Final = b"content-type: application/json\r\n"
 
@@ -40,7 +42,12 @@ class Sleeping(msgspec.Struct):
 
 
 class Door(ABC):
-    """Way to let one server sleep, and to wake it. Each raises `DoorError`."""
+    """Way to let one server sleep, and to wake it. Each raises `DoorError`.
+
+    `first_wake_s`: longest first wake that others of its group wait for.
+    """
+
+    first_wake_s = _STARTED_S
 
     def __init__(self, pool: Callable[[], EnginePool]) -> None:
         self._pool = pool
@@ -82,6 +89,7 @@ class EngineDoor(Door):
     def __init__(self, pool: Callable[[], EnginePool], level: int) -> None:
         super().__init__(pool)
         self._level = level
+        self.first_wake_s = _FROM_MEMORY_S if level == 1 else _READ_AGAIN_S
 
     async def sleep(self) -> None:
         await self.ask(f"POST /sleep?level={self._level}")

@@ -4,6 +4,9 @@ Example: `small` and `large` share a GPU (`wake: {group: gpu-a}`), and `small` i
 comes. Once `small` was awake for `stay_s`, and nothing older waits for its model, it gets no more requests,
 ends its own, and sleeps; then `large` wakes up. A second instance of a model is woken for load, but no
 instance at work sleeps for it.
+
+A wake that takes several times as long as known is late: that is said, and no request waits for it. It goes
+on until another one of its group is called; then that one's turn comes first.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
-from hetlb.options.wake.doors import MOST_SLEEP_S, MOST_WAKE_S, Door, DoorError, door
+from hetlb.options.wake.doors import Door, DoorError, door
 from hetlb.tasks import end, ended
 
 logger = logging.getLogger("hetlb.wake")
@@ -32,8 +35,21 @@ logger = logging.getLogger("hetlb.wake")
 LOOK_S: Final = 0.1
 #: Seconds of a wake that was not measured yet.
 _USUAL_S: Final = 20.0
-#: Seconds after a wake in which an older page may still say that the engine sleeps.
+#: Seconds after a change in which an older page may still say what was before.
 _STALE_S: Final = 30.0
+#: Longest time to wake up, in seconds: others of its group may end it earlier.
+MOST_WAKE_S: Final = 900.0
+#: Longest first time to fall asleep, in seconds.
+FIRST_SLEEP_S: Final = 60.0
+#: Multiple of the known time after which a wake or sleep is late, and the least such time in seconds. After
+#: each late one the next may take twice as long, up to a multiple.
+LATE_FACTOR: Final = 4.0
+LEAST_LATE_S: Final = 30.0
+_MOST_PATIENCE: Final = 4
+#: Pause after a failed try as a multiple of its time: others of the group have the rest.
+_REST_FACTOR: Final = 4.0
+#: Seconds in which others may go on using an instance that is to sleep.
+OTHERS_S: Final = 60.0
 
 
 class SleepState(StrEnum):
@@ -54,15 +70,77 @@ LEFT: Final = Transition(
 )
 EMPTY: Final = Transition("its last request has ended", (SleepState.DRAINING,), SleepState.FALLING_ASLEEP)
 SLEPT: Final = Transition("it sleeps", (SleepState.FALLING_ASLEEP,), SleepState.ASLEEP)
-SLEEP_FAILED: Final = Transition("its server refused", (SleepState.FALLING_ASLEEP,), SleepState.AWAKE)
+SLEEP_FAILED: Final = Transition(
+    "its server refused, or took too long", (SleepState.FALLING_ASLEEP,), SleepState.AWAKE
+)
+USED: Final = Transition("others go on using it", (SleepState.DRAINING,), SleepState.AWAKE)
 CALLED: Final = Transition("a request waits for its model", (SleepState.ASLEEP,), SleepState.WAKING)
 WOKEN: Final = Transition("it answers", (SleepState.WAKING,), SleepState.AWAKE)
 WAKE_FAILED: Final = Transition("it did not wake up", (SleepState.WAKING,), SleepState.ASLEEP)
-TRANSITIONS: Final = (FOUND_ASLEEP, LEFT, EMPTY, SLEPT, SLEEP_FAILED, CALLED, WOKEN, WAKE_FAILED)
+GIVEN_UP: Final = Transition(
+    "its wake is late, and another one of its group is to wake",
+    (SleepState.WAKING,),
+    SleepState.FALLING_ASLEEP,
+)
+LOST: Final = Transition(
+    "it does not sleep either, or is down while others of its group wait",
+    (SleepState.FALLING_ASLEEP,),
+    SleepState.ASLEEP,
+)
+FOUND_AWAKE: Final = Transition("its wake had failed, and it answers", (SleepState.ASLEEP,), SleepState.AWAKE)
+TRANSITIONS: Final = (
+    FOUND_ASLEEP, LEFT, EMPTY, USED, SLEPT, SLEEP_FAILED, LOST, CALLED, WOKEN, WAKE_FAILED, GIVEN_UP,
+    FOUND_AWAKE,
+)  # fmt: skip
+
+
+class Pace:
+    """Known time of an instance's wakes, or sleeps; the limit that follows, and pauses after failures."""
+
+    def __init__(self, first_limit_s: float) -> None:
+        self.mean_s: float | None = None
+        self._first_limit_s = first_limit_s
+        self._patience = 1
+        self._tries = Resends()
+        self._rest_until = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which one is late."""
+        known = self._first_limit_s if self.mean_s is None else LATE_FACTOR * self.mean_s
+        return self._patience * max(LEAST_LATE_S, known)
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until the next try."""
+        return max(self._tries.wait_s(now), self._rest_until - now)
+
+    def take(self, now: float) -> bool:
+        """Return True if one may be tried now."""
+        return now >= self._rest_until and self._tries.take(now)
+
+    def well(self) -> None:
+        """Note that there is nothing to wait for any more."""
+        self._tries.answered()
+        self._patience, self._rest_until = 1, 0.0
+
+    def took(self, seconds: float) -> None:
+        """Note the time of one that went well."""
+        self.well()
+        self.mean_s = seconds if self.mean_s is None else 0.5 * (self.mean_s + seconds)
+
+    def failed(self, seconds: float, late: bool, now: float) -> None:
+        """Note one that failed, with all the time that it cost its group."""
+        self._rest_until = now + _REST_FACTOR * seconds
+        if late:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
 
 class Sleeper:
-    """One instance that may sleep; `since` is when its state began, `idle_since` its last request's end."""
+    """One instance that may sleep; `since` is when its state began, `idle_since` its last request's end.
+
+    `called_at` is when the others of its group were told to leave for it, `own_at` when it last had a request
+    of this process. `fault` says why its last wake or sleep failed, `late`: its wake takes too long.
+    """
 
     def __init__(self, name: str, table: WakeTable, door: Door, now: float) -> None:
         self.name = name
@@ -70,17 +148,18 @@ class Sleeper:
         self.door = door
         self.state = SleepState.AWAKE
         self.since = self.idle_since = now
-        self.wake_s: float | None = None
-        #: Tries to wake it and to let it sleep, with pauses between failed ones.
-        self.tries = Resends()
-        self.naps = Resends()
-        self.failed = False
+        self.own_at = now
+        self.called_at: float | None = None
+        self.wakes = Pace(door.first_wake_s)
+        self.naps = Pace(FIRST_SLEEP_S)
+        self.fault = ""
+        self.late = False
         self.task: asyncio.Task[None] | None = None
 
     @property
     def cost_s(self) -> float:
         """Seconds that a wake is expected to take."""
-        return _USUAL_S if self.wake_s is None else self.wake_s
+        return _USUAL_S if self.wakes.mean_s is None else self.wakes.mean_s
 
 
 class Waker:
@@ -155,23 +234,42 @@ class Waker:
             rests = place.table.sleep_after_s
             if place.state is SleepState.AWAKE and rests and now - place.idle_since >= rests:
                 self._leave(place, f"idle for {rests:g} s", now)
-            if place.state is SleepState.DRAINING and not _busy(instance):
+            if place.state is not SleepState.DRAINING:
+                continue
+            if not _busy(instance):
                 self._enter(place, EMPTY, now)
                 place.task = asyncio.create_task(self._sleep(place), name=f"sleep-{place.name}")
+            elif now - max(place.since, place.own_at) >= OTHERS_S:
+                self._stays(place, USED, "others go on using it", True, now)
 
     def _note(self, place: Sleeper, instance: Instance, oldest: Mapping[str, float], now: float) -> None:
-        if _busy(instance) or any(name in oldest for name in instance.models):
+        waits = any(name in oldest for name in instance.models)
+        if not waits:
+            place.called_at = None
+        if instance.in_flight:
+            place.own_at = now
+        if _busy(instance) or waits:
             place.idle_since = now
-        if place.state is not SleepState.AWAKE:
-            if instance.sleep.reason != place.state.value:  # a new incarnation of it
+        if place.state is not SleepState.AWAKE and instance.sleep.reason != place.state.value:
+            self._tell(place)  # a new incarnation of it
+        if place.state is SleepState.WAKING and not place.late and now - place.since >= place.wakes.limit_s:
+            place.late = True
+            self._no_wake(place, f"not awake after {now - place.since:.0f} s")
+            self._tell(place)
+        elif place.state is SleepState.ASLEEP and place.fault and now - place.since >= _STALE_S:
+            if _answers(place, instance):
+                self._found_awake(place, now)
+        elif place.state is SleepState.AWAKE:
+            if place.fault and place.naps.wait_s(now) <= 0.0:
+                place.fault = ""
                 self._tell(place)
-            return
-        if place.table.command is not None:
-            asleep = instance.evidence.health.state is Health.EJECTED
-        else:
-            asleep = instance.asleep and now - place.since >= (_STALE_S if place.wake_s else 0.0)
-        if asleep:
-            self._enter(place, FOUND_ASLEEP, now)
+            if place.table.command is not None:
+                asleep = instance.evidence.health.state is Health.EJECTED
+            else:
+                asleep = instance.asleep and now - place.since >= (_STALE_S if place.wakes.mean_s else 0.0)
+            if asleep:
+                place.fault = ""
+                self._enter(place, FOUND_ASLEEP, now)
 
     def _call(
         self, model: str, oldest: Mapping[str, float], there: Mapping[Sleeper, Instance], now: float
@@ -182,15 +280,17 @@ class Waker:
         """
         ready = self._scheduler.fleet.ready.get(model)
         of_model = [place for place, instance in there.items() if model in instance.models]
-        if ready is None or any(place.state is SleepState.WAKING for place in of_model):
+        if ready is None or any(place.state is SleepState.WAKING and not place.late for place in of_model):
             return
         answers = any(each.routable for each in ready.instances)
         best: tuple[float, Sleeper, list[Sleeper]] | None = None
         for place in of_model:
             if place.state is not SleepState.ASLEEP or there[place].admin.value != "ready":
                 continue
-            others = [each for each in there if each is not place and _shares(each, place)]
-            if any(each.state is SleepState.WAKING for each in others):
+            others = [each for each in there if _shares(each, place)]
+            if place.wakes.wait_s(now) > 0.0 or any(
+                each.state is SleepState.WAKING and not each.late for each in others
+            ):
                 continue
             awake = [each for each in others if each.state is SleepState.AWAKE]
             leaving = [each for each in others if each.state is not SleepState.ASLEEP and each not in awake]
@@ -201,15 +301,19 @@ class Waker:
             if not all(self._may_leave(each, there[each], model, oldest, now) for each in awake):
                 continue
             cost_s = place.cost_s + sum(_rest_s(there[each], now) for each in (*awake, *leaving))
-            if (awake or leaving or place.tries.wait_s(now) <= 0.0) and (best is None or cost_s < best[0]):
+            if best is None or cost_s < best[0]:
                 best = cost_s, place, [*awake, *leaving]
         if best is None:
             return
         _, place, others = best
+        place.called_at = now if place.called_at is None else place.called_at
         for each in others:
             if each.state is SleepState.AWAKE:
                 self._leave(each, f"{place.name} is to wake up", now)
-        if not others and place.tries.take(now):
+            elif each.state is SleepState.WAKING:
+                self._give_up(each, now)
+        if not others and place.wakes.take(now):
+            place.late = False
             self._enter(place, CALLED, now)
             place.task = asyncio.create_task(self._wake(place), name=f"wake-{place.name}")
 
@@ -233,7 +337,8 @@ class Waker:
     def _tell(self, place: Sleeper) -> None:
         """Tell the scheduler the state of an instance. Requests wait for one that is about to be awake."""
         reason = "" if place.state is SleepState.AWAKE else place.state.value
-        self._change(SleepSet(place.name, reason, bool(reason) and not place.failed, place.wake_s))
+        comes = bool(reason) and not place.fault
+        self._change(SleepSet(place.name, reason, comes, place.wakes.mean_s, place.fault))
 
     def _leave(self, place: Sleeper, why: str, now: float) -> None:
         if not place.naps.take(now):
@@ -241,20 +346,66 @@ class Waker:
         tell(logger, Event.INSTANCE_ASLEEP, "%s is to sleep: %s", place.name, why, instance=place.name)
         self._enter(place, LEFT, now)
 
-    async def _sleep(self, place: Sleeper) -> None:
+    def _give_up(self, place: Sleeper, now: float) -> None:
+        """End a late wake: whatever it holds of the GPU, another one needs it."""
+        if place.task is not None:
+            end(place.task)
+        self._wake_failed(place, GIVEN_UP, now)
+        place.task = asyncio.create_task(self._sleep(place, LEAST_LATE_S), name=f"sleep-{place.name}")
+
+    def _found_awake(self, place: Sleeper, now: float) -> None:
+        place.fault = ""
+        place.wakes.well()
+        self._enter(place, FOUND_AWAKE, now)
+        tell(logger, Event.INSTANCE_AWAKE, "%s answers after all", place.name, instance=place.name)
+        for other in self.places.values():
+            if _shares(other, place) and other.state in (SleepState.AWAKE, SleepState.WAKING):
+                self._leave(place, f"{other.name} has the GPU", now)
+                return
+
+    def _stays(
+        self, place: Sleeper, transition: Transition[SleepState], why: str, late: bool, now: float
+    ) -> None:
+        """Note that an instance does not sleep. Others of its group wait; it serves meanwhile."""
+        place.fault = why
+        place.naps.failed(now - place.since, late, now)
+        text = "%s does not sleep: %s"
+        tell(logger, Event.SLEEP_FAILED, text, place.name, why, instance=place.name, reason=why)
+        self._enter(place, transition, now)
+
+    def _no_wake(self, place: Sleeper, why: str) -> None:
+        place.fault = why
+        text = "%s does not wake up: %s"
+        tell(logger, Event.WAKE_FAILED, text, place.name, why, instance=place.name, reason=why)
+
+    def _wake_failed(self, place: Sleeper, transition: Transition[SleepState], now: float) -> None:
+        began = place.since if place.called_at is None else place.called_at
+        place.wakes.failed(now - began, place.late, now)
+        place.called_at = None
+        self._enter(place, transition, now)
+
+    async def _sleep(self, place: Sleeper, given_up_s: float = 0.0) -> None:
+        """Let an instance sleep; `given_up_s`: the longest time for one whose wake was given up."""
+        limit_s = given_up_s or place.naps.limit_s
+        began = self._now()
         try:
-            async with asyncio.timeout(MOST_SLEEP_S):
+            async with asyncio.timeout(limit_s):
                 await place.door.sleep()
         except Exception as error:  # of whatever kind: it must not stay on its way for ever
-            tell(
-                logger, Event.SLEEP_FAILED, "%s does not sleep: %s", place.name, _line(error),
-                instance=place.name, reason=_line(error),
-            )  # fmt: skip
-            self._enter(place, SLEEP_FAILED, self._now())
+            why, now = _line(error, limit_s), self._now()
+            if given_up_s:
+                self._enter(place, LOST, now)
+            elif self._is_down(place) and any(_shares(each, place) for each in self.places.values()):
+                self._no_wake(place, f"it is down; {why}")
+                self._enter(place, LOST, now)
+            else:
+                self._stays(place, SLEEP_FAILED, why, isinstance(error, TimeoutError), now)
             return
-        place.failed = False
-        place.naps.answered()
-        self._enter(place, SLEPT, self._now())
+        now = self._now()
+        if not given_up_s:
+            place.fault = ""
+            place.naps.took(now - began)
+        self._enter(place, SLEPT, now)
 
     async def _wake(self, place: Sleeper) -> None:
         began = self._now()
@@ -262,30 +413,40 @@ class Waker:
             async with asyncio.timeout(MOST_WAKE_S):
                 await place.door.wake()
         except Exception as error:  # of whatever kind: it must not stay on its way for ever
-            place.failed = True
-            tell(
-                logger, Event.WAKE_FAILED, "%s does not wake up: %s", place.name, _line(error),
-                instance=place.name, reason=_line(error),
-            )  # fmt: skip
-            self._enter(place, WAKE_FAILED, self._now())
+            if not place.late:
+                self._no_wake(place, _line(error, MOST_WAKE_S))
+            self._wake_failed(place, WAKE_FAILED, self._now())
             return
         now = self._now()
         took_s = now - began
-        place.failed = False
-        place.tries.answered()
-        place.wake_s = took_s if place.wake_s is None else 0.5 * (place.wake_s + took_s)
+        place.fault, place.called_at = "", None
+        place.wakes.took(took_s)
         text = "%s woke up in %.1f s"
         tell(logger, Event.INSTANCE_AWAKE, text, place.name, took_s, instance=place.name)
         self._enter(place, WOKEN, now)
 
+    def _is_down(self, place: Sleeper) -> bool:
+        instance = self._scheduler.fleet.instances.get(place.name)
+        return instance is not None and instance.evidence.health.state is Health.EJECTED
+
 
 def _shares(one: Sleeper, other: Sleeper) -> bool:
-    return one.table.group is not None and one.table.group == other.table.group
+    return one is not other and one.table.group is not None and one.table.group == other.table.group
+
+
+def _answers(place: Sleeper, instance: Instance) -> bool:
+    """Return True if a server says that it is awake; with commands, if it says anything."""
+    if instance.evidence.health.state is not Health.UP:
+        return False
+    sample, seen_at = instance.sample, instance.sample_at
+    fresh = sample is not None and seen_at is not None and seen_at > place.since
+    return place.table.command is not None or (fresh and sample is not None and sample.asleep is False)
 
 
 def _busy(instance: Instance) -> bool:
-    """Return True if an instance has requests, of others too."""
-    return instance.in_flight > 0 or instance.foreign > 0
+    """Return True if an instance has requests, of others too as far as it still answers."""
+    answers = instance.evidence.health.state is not Health.EJECTED
+    return instance.in_flight > 0 or (answers and instance.foreign > 0)
 
 
 def _rest_s(instance: Instance, now: float) -> float:
@@ -294,5 +455,5 @@ def _rest_s(instance: Instance, now: float) -> float:
     return max(0.0, max(ends, default=now) - now) + _USUAL_S / 4.0
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or "no answer in time"
+def _line(error: Exception, limit_s: float) -> str:
+    return " ".join(str(error).split())[:300] or f"no answer in {limit_s:.0f} s"

@@ -150,7 +150,7 @@ async def test_a_second_instance_is_woken_for_load_but_not_for_a_model_at_work(
             await turns_until(lambda: state(running, "i-1") is SleepState.ASLEEP)
             waker = running.service._sleep
             assert isinstance(waker, Waker)
-            waker.places["i-1"].wake_s = 0.2
+            waker.places["i-1"].wakes.mean_s = 0.2
             work = asyncio.create_task(asked(running, "b", 4000 if busy else 1))
             await turns_until(lambda: work.done() or _in_flight(running, "i-2") > 0)
             if not busy:
