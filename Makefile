@@ -33,6 +33,8 @@ BIN := .venv/bin
 # tests of its own that have fixtures in common, until it is done and takes some of another.
 JOBS ?= $(shell expr $$(nproc) + 2)
 SPREAD := -n $(JOBS) --dist worksteal
+# pytest, with what failed kept apart for each target.
+TESTS = bash tests/run.sh $@
 # Property tests of code that `make test` has tried on more examples: compiled; on another Python.
 AGAIN := --hypothesis-profile=again
 OTHER_PYTHON := --hypothesis-profile=other_python
@@ -88,11 +90,11 @@ demo-scaleout: .venv/.dev
 	@$(BIN)/python bench/scale/demo.py
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(SPREAD)
+	$(TESTS) $(BIN)/python $(SPREAD)
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) $(AGAIN) -m 'not vllm and not light' $(COMPILED_TESTS)
+	PYTHONSAFEPATH=1 $(TESTS) .venv-compiled/bin/python $(SPREAD) $(AGAIN) -m 'not vllm and not light' $(COMPILED_TESTS)
 
 # The tests of core and proxy on another Python: `make test-python PYTHON=python3.13`.
 OTHER = .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -101,7 +103,7 @@ install-python:
 	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -e . $(PACKAGES_OF_PROXY_TESTS)
 
 test-python: install-python
-	$(OTHER)/bin/python -m pytest $(SPREAD) $(OTHER_PYTHON) -m 'not vllm and not slow and not light' tests/core tests/proxy
+	$(TESTS)$(OTHER) $(OTHER)/bin/python $(SPREAD) $(OTHER_PYTHON) -m 'not vllm and not slow and not light' tests/core tests/proxy
 
 # The same on each newer Python that this machine has, and packages.
 test-pythons:
@@ -110,7 +112,7 @@ test-pythons:
 	  $(MAKE) test-python PYTHON=$$each || exit; done
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)
+	$(TESTS) $(BIN)/python $(SPREAD) -m 'slow and not vllm' $(SLOW)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -130,10 +132,10 @@ install-vllm:
 	PYTHON=$(PYTHON) bash tests/vllm/install.sh
 
 test-vllm: .venv/.dev install-vllm
-	$(BIN)/python -m pytest -m 'vllm and not slow' tests/vllm
+	$(TESTS) $(BIN)/python -m 'vllm and not slow' tests/vllm
 
 test-vllm-slow: .venv/.dev install-vllm
-	$(BIN)/python -m pytest -m 'vllm and slow' tests/vllm
+	$(TESTS) $(BIN)/python -m 'vllm and slow' tests/vllm
 
 .venv/.build: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check build
