@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +140,18 @@ def test_answers_that_are_odd_everywhere_end_a_doubt() -> None:
             assert scheduler.fleet.instances["a"].evidence.answers.doubted
     assert not scheduler.fleet.instances["a"].evidence.answers.doubted
     assert at["a"] > 100
+
+
+def test_what_one_model_answers_says_nothing_about_the_instances_of_another() -> None:
+    """A client's short answers of one model, which are odd, beside its long ones of another model."""
+    scheduler = make_scheduler([spec("a"), spec("b", slower=9.0), spec("c", model="other")], "hetlb")
+    for i in range(40):
+        now = i / 10
+        for model in ("other", MODEL):
+            asked = request(2 * i + (model == MODEL), model=model, client="10.0.0.1")
+            lease = dispatched(scheduler.on_arrival(asked, now))
+            scheduler.on_first_token(lease, now + 0.01)
+            lease.output_tokens, lease.odd = 20, model == MODEL
+            scheduler.on_lease_ended(lease, Outcome.OK, now + 0.02)
+        scheduler.on_sweep({}, now)
+        assert not any(each.evidence.wary(now) for each in scheduler.instances)

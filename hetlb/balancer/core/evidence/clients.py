@@ -1,8 +1,9 @@
 """Answers of clients that lost some: one client alone says nothing about an instance.
 
-A client is known by its session, and by its tenant and address. A lost answer counts against an instance if
-the same client is answered elsewhere. It does not count if the client's requests are lost there too. If the
-client has been nowhere else, all its losses count as one.
+A client is known by its session, and by its tenant and address, at each model by itself: what one model
+answers says nothing about the instances of another. A lost answer counts against an instance if the same
+client is answered elsewhere. It does not count if the client's requests are lost there too. If the client has
+been nowhere else, all its losses count as one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _LEAST: Final = 0.05
 
 
 def client_of(request: Request) -> str:
-    """Return the tenant and address of the client of a request, "" if neither is known."""
+    """Return the tenant, address and model of the client of a request, "" if none is known."""
     if request.tenant is None and not request.client:
         return ""
-    return f"{request.tenant or ''}@{request.client}"
+    return f"{request.tenant or ''}@{request.client} {request.model}"
 
 
 def session_of(request: Request) -> str:
@@ -36,14 +37,14 @@ def session_of(request: Request) -> str:
 
 
 def traffic_of(request: Request) -> str:
-    """Return the key of one client's requests to one path that begin with the same prompt."""
+    """Return the key of one client's requests to one path of a model that begin with the same prompt."""
     keys = request.prefix_keys
     start = keys[1 if keys and keys[0][1] is None and len(keys) > 1 else 0][0] if keys else ""
     return f"{start} {request.path} {client_of(request)}"
 
 
 def kind_of(request: Request) -> str:
-    """Return the key of one client's requests to one path, with any prompt."""
+    """Return the key of one client's requests to one path of a model, with any prompt."""
     return f" {request.path} {client_of(request)}"
 
 
