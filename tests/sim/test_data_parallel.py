@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ from hetlb.tools.sim.alone import full_tokens_per_s, run_alone
 from hetlb.tools.sim.fleet_result import FleetResult
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.arrivals import make_plan
+from hetlb.tools.workload.rows import Row
 
 RANK = load_profile(Path(__file__).parents[2] / "profiling" / "h100_sxm-llama-3.1-8b-tp1.yaml")
 ROWS = [(700, 120), (300, 200), (1500, 40)]
@@ -65,3 +68,23 @@ def test_rates_of_one_server_count_all_ranks() -> None:
     )
     assert run_alone(four, planned, token).requests == 400
     assert run_alone(four, planned, token).seconds < 0.4 * run_alone(one, planned, token).seconds
+
+
+def test_turns_of_a_chat_find_their_prefix_on_a_rank_as_on_a_server_of_their_own() -> None:
+    """48 chats of five turns, 50 ms apart; a chat asks again 30 s later."""
+    rows = [
+        Row(30.0 * turn + chat / 20, 600 * (turn + 1), 80, session=f"{chat}", turn=f"{turn}")
+        for turn in range(5)
+        for chat in range(48)
+    ]
+    planned = make_plan(rows, None, "trace", random.Random(0), hash_block_tokens=512)
+
+    def found(names: str, number: int) -> float:
+        engine = replace(engine_of(ranks_of(number)), prefix_cache=True)
+        servers = [SimulatedServer(name, engine) for name in names]
+        counted = run_fleet(servers, planned, [row.output_tokens for row in rows]).counted
+        return math.fsum(each["prefix_hit_tokens"] for each in counted.values())
+
+    apart, together = found("abcd", 1), found("ab", 2)
+    assert apart > 0.5 * sum(row.input_tokens for row in rows)
+    assert together >= 0.97 * apart

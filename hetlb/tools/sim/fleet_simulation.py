@@ -106,7 +106,7 @@ class FleetSimulation:
         classes: Mapping[str, ServiceClass] | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> None:
-        self._setup = setup
+        setup = self._setup = _choosing_ranks(setup, engines)
         self._stopped = stopped
         self._events = EventQueue(start_s)
         self._classes = classes or {}
@@ -473,3 +473,14 @@ class FleetSimulation:
         flight.record.ok = outcome is Outcome.OK
         flight.record.end_s = self._events.now
         self._open -= 1
+
+
+def _choosing_ranks(setup: SchedulerSetup, engines: Mapping[str, EngineSpec]) -> SchedulerSetup:
+    """Return a set-up in which requests choose their rank of a data-parallel server, as vLLM allows."""
+    specs = tuple(
+        replace(spec, capacity=replace(spec.capacity, rank_header=True))
+        if engines[spec.name].ranks > 1
+        else spec
+        for spec in setup.specs
+    )
+    return replace(setup, specs=specs)
