@@ -76,7 +76,7 @@ class Facts(msgspec.Struct, frozen=True):
         if why := "" if shape is None else refused_degree(shape, degree):
             raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
         gpu = gpu or self.gpu
-        return roofline_of(table, self.model, gpu, degree).measurements(gpu, self.model.name)
+        return roofline_of(table, self.model, gpu, degree).measurements(gpu)
 
 
 def read_facts_file(path: Path | None) -> Facts:

@@ -71,6 +71,15 @@ def refused_degree(shape: ModelShape, tensor_parallel_size: int) -> str:
     return why if why and refusal(shape, tensor_parallel_size, expert_parallel=True) else ""
 
 
+def needs_whole_experts(shape: ModelShape | None, tensor_parallel_size: int) -> bool:
+    """Return True if vLLM takes a degree only with whole experts on each GPU."""
+    return (
+        shape is not None
+        and bool(refusal(shape, tensor_parallel_size))
+        and not refused_degree(shape, tensor_parallel_size)
+    )
+
+
 def _blocks_refusal(shape: ModelShape, split: tuple[tuple[str, int], ...], t: int) -> str:
     rows, columns = shape.block
     for key, size in split:

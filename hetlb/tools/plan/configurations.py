@@ -28,13 +28,12 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
-    roofline_profile,
+    estimated_profile,
 )
 from hetlb.tools.plan.common.data_parallel import (
     Degrees,
     copies_cache,
     data_parallel_degrees,
-    estimated_rank,
     rank_tokens,
 )
 from hetlb.tools.plan.common.plan_tables import Model, check_one_machine
@@ -185,8 +184,7 @@ def _ranked(
         if profile is not None:
             tokens = profile.engine.kv_cache_tokens or tokens
         elif copies_cache(model, degrees.gpus):
-            peaks, link = (offer.gpu, offer.memory_bytes, offer.roofline), _inside(market, offer.gpu)
-            profile = estimated_rank(model, *peaks, known, degrees, link)
+            profile = _estimated(market, model, offer, *degrees, known)
         if profile is None:
             continue
         stage = ConfigurationStage(offer.gpu, degrees.tp, Fraction(1), degrees.dp)
@@ -307,8 +305,16 @@ def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> 
         return market.profiles[written]
     if offer.roofline is None:
         return None
-    name, link = f"{offer.gpu}-{model.name}-tp{degree}-roofline", _inside(market, offer.gpu)
-    return roofline_profile(name, model, offer.roofline, offer.gpu, degree, offer.memory_bytes, link)
+    return _estimated(market, model, offer, degree)
+
+
+def _estimated(
+    market: Market, model: Model, offer: OfferTable, tp: int, dp: int = 1, known: Mapping[int, Profile] = {}
+) -> Profile | None:
+    peaks, link = offer.roofline, _inside(market, offer.gpu)
+    return estimated_profile(
+        model, offer.gpu, offer.memory_bytes, peaks, tp, dp, link_bytes_s=link, known=known
+    )
 
 
 def _inside(market: Market, gpu: str) -> float:

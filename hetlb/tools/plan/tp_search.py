@@ -18,7 +18,7 @@ import msgspec
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import PlanError
-from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.degrees import needs_whole_experts, refusal
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_bytes
 from hetlb.tools.plan.common.composition import (
@@ -27,13 +27,12 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
-    needs_expert_parallel,
+    estimated_profile,
 )
 from hetlb.tools.plan.common.data_parallel import (
     Degrees,
     copies_cache,
     data_parallel_degrees,
-    estimated_rank,
     rank_bytes,
 )
 from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
@@ -222,7 +221,7 @@ def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str
     stated = machine.profiles.get(degree)
     # Experts stay whole if the profile says so, or if vLLM takes this degree in no other way.
     whole = stated is not None and bool(stated.engine.enable_expert_parallel)
-    whole = whole or needs_expert_parallel(cluster.model, degree)
+    whole = whole or needs_whole_experts(shape, degree)
     if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):
         return f"vLLM refuses it: {why}"
     if room.missing_bytes:
@@ -241,7 +240,7 @@ def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: M
         return _rank_profile(cluster, machine, part, tokens)
     model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
     measured, link = machine.profiles[degree], activation_link(model, INSIDE_BYTES_PER_S, _LINK_BATCH_S)
-    if needs_expert_parallel(model, degree):
+    if needs_whole_experts(model.shape, degree):
         engine = msgspec.structs.replace(measured.engine, enable_expert_parallel=True)
         measured = msgspec.structs.replace(measured, engine=engine)
     held = [
@@ -258,10 +257,8 @@ def _rank_profile(cluster: Cluster, machine: Machine, part: Part, tokens: int) -
     """Return the profile of a rank with its KV cache."""
     stated = machine.ranked.get(part.ranks)
     if stated is None:
-        known = machine.profiles
-        found = estimated_rank(
-            cluster.model, machine.gpu, machine.memory_bytes, machine.roofline, known, part.ranks
-        )
+        peaks, known = (machine.gpu, machine.memory_bytes, machine.roofline), machine.profiles
+        found = estimated_profile(cluster.model, *peaks, *part.ranks, known=known)
     else:
         found = stated[1]
     if found is None:

@@ -158,10 +158,12 @@ def fit(
     form: PrefillForm | None = None,
     usual_tile: int | None = None,
     launched: bool = False,
+    estimated: bool = False,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    `launched`: the points include the host's kernel launches, unlike points of tables.
+    `launched`: the points include the host's kernel launches, unlike points of tables. `estimated`: the
+    points are computed, so the forms through all of them are right, and the errors are at these points.
 
     The tile comes from the points, else it is the usual one. Mixed points are fitted if there are at least
     `LEAST_MIXED_POINTS`. Raises `ProfileError` if a phase has too few or unusable points.
@@ -175,12 +177,16 @@ def fit(
     tile = None if form is PrefillForm.PAPER else shown_tile(prefill)
     tiles = dict.fromkeys(PrefillForm, tile or usual_tile or 1)
     tiles[PrefillForm.LAUNCH] = 1  # passes that launching holds up do not show one to the others
-    better, reports = _choose(prefill, forms, form, tiles)
+    if estimated:
+        better, reports = _through(prefill, PrefillForm.GRID, tiles)
+        table, of_decode = _through(decode, DecodeForm.TABLE, {})
+    else:
+        better, reports = _choose(prefill, forms, form, tiles)
+        table, of_decode = _choose(decode, tuple(DecodeForm), None, {})
     launch = None
     if isinstance(better, LaunchedPrefill):
         launch, tile = better.launch, better.form.tile
         better = better.form
-    table, of_decode = _choose(decode, tuple(DecodeForm), None, {})
     reports |= of_decode
     latency = LatencyModel(
         *fit_linear(_usual(prefill)),
@@ -248,6 +254,14 @@ def _choose(
     if chosen is not paper:
         reports[f"{phase}_paper"] = _report(paper, left_out, errors[paper])
     return fitted[chosen], reports
+
+
+def _through(
+    points: Sequence[Point], form: _AnyForm, tiles: Mapping[PrefillForm, int]
+) -> tuple[Fitted, dict[str, PhaseReport]]:
+    """Fit in `form` to all points; return the errors at them."""
+    fitted = fit_form(points, form, tiles.get(form, 1) if isinstance(form, PrefillForm) else 1)
+    return fitted, {str(points[0].phase): _report(form, points, errors_on(fitted, points))}
 
 
 def _preference(form: _AnyForm) -> float:

@@ -26,7 +26,7 @@ from hetlb.balancer.config.profile_file import (
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import LaunchTime, SplitKv
 from hetlb.errors import ProfileError
-from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.degrees import needs_whole_experts
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.profiler.fit import (
@@ -307,25 +307,69 @@ class Roofline:
         grids = ((StepKind.PREFILL, prompts), (StepKind.DECODE, steps))
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
 
-    def measurements(self, system: str | None, model: str | None) -> Measurements:
-        """Return the sweep, marked unmeasured; with `step_overhead_s` it holds the host's time."""
+    def measurements(
+        self, gpu: str | None, memory_bytes: int | None = None, *, base: Profile | None = None
+    ) -> Measurements:
+        """Return the estimate, marked unmeasured, with the limits that vLLM has on a GPU.
+
+        With `step_overhead_s` the points hold the host's time. `base` is a profile of the same GPU: its times
+        over the roofline's are factors on the points. Its limits and host time are the estimate's.
+        """
+        tp, ranks = self.tensor_parallel_size, self.data_parallel_size
+        gpus, known = tp * ranks, EngineInfo() if base is None else base.engine
+        batched, seqs = batch_limits(gpu, memory_bytes) if gpu and base is None else (None, None)
+        whole = True if ranks > 1 or needs_whole_experts(self.model.shape, tp) else None
         note = (
             f"estimated, not measured: {self.peak_flops:g} FLOP/s at {self.flops_efficiency:g}, "
             f"{self.bandwidth_bytes_s:g} bytes/s at {self.bandwidth_efficiency:g}, "
             f"{1e3 * self.step_overhead_s:g} ms a step; the errors are of the fit to this estimate"
         )
-        degree = self.tensor_parallel_size
+        factors = dict.fromkeys(_USUAL, 1.0)
+        if base is not None:
+            note += f"; times what {base.name} takes of them"
+            factors = self._taken(base)
+        host = HostTime() if self.step_overhead_s else None
         return Measurements(
-            points=tuple(self.points()),
-            source=ProfileSource(kind="roofline", measured=False, system=system, note=note),
-            engine=EngineInfo(tensor_parallel_size=degree),
-            hardware=Hardware(gpu=system, gpus=degree) if system else None,
-            model=model_info(self.model, model) if model else None,
-            host=HostTime() if self.step_overhead_s else None,
+            points=tuple(replace(p, seconds=p.seconds * factors[p.phase]) for p in self.points()),
+            source=ProfileSource(kind="roofline", measured=False, system=gpu, note=note),
+            engine=msgspec.structs.replace(
+                known,
+                tensor_parallel_size=tp,
+                data_parallel_size=ranks if ranks > 1 else None,
+                enable_expert_parallel=whole,
+                kv_cache_tokens=None,
+                max_num_seqs=known.max_num_seqs or seqs,
+                max_num_batched_tokens=known.max_num_batched_tokens or batched,
+            ),
+            hardware=None
+            if gpu is None
+            else Hardware(
+                gpu=gpu,
+                gpus=gpus,
+                memory_bytes=memory_bytes,
+                all_reduce_bytes_s=self.all_reduce_bytes_s if gpus > 1 else None,
+            ),
+            model=model_info(self.model),
+            host=host if base is None else base.host,
+            launch=None if self.step_overhead_s else assumed_launch(self.model, gpus),
             name="roofline",
         )
 
+    def _taken(self, base: Profile) -> dict[StepKind, float]:
+        """Return the times of a profile over its roofline, for prompts and for decode steps."""
+        latency = base.latency
+        own = replace(self, tensor_parallel_size=base.engine.tensor_parallel_size or 1, data_parallel_size=1)
+        prompts, tokens = _USUAL[StepKind.PREFILL]
+        batch, context = _USUAL[StepKind.DECODE]
+        seconds = {
+            StepKind.PREFILL: latency.prefill_s(tokens, prompts) - latency.host_of_s(prompts),
+            StepKind.DECODE: latency.step_s(batch, batch * context) - latency.host_of_s(batch),
+        }
+        return {phase: seconds[phase] / own.seconds(phase, *_USUAL[phase]) for phase in _USUAL}
 
+
+#: A usual prompt, and a usual decode step: (batch, tokens).
+_USUAL = {StepKind.PREFILL: (1, 4096), StepKind.DECODE: (32, 2048)}
 #: Bytes of a GPU that vLLM needs beside weights and cache: activations, graphs, its context.
 _RESERVED_BYTES = 2 << 30
 
@@ -335,29 +379,14 @@ def data_sheet(gpu: Gpu, facts: ModelFacts, degree: int) -> Measurements:
 
     `engine.kv_cache_tokens` is None if the model does not fit.
     """
-    batched, seqs = batch_limits(gpu.name, gpu.memory_bytes)
     room = degree * (MEMORY_SHARE * gpu.memory_bytes - _RESERVED_BYTES) - facts.weight_bytes
     tokens = int(room // max(1.0, facts.cached_token_bytes * facts.replication(degree)))
-    whole_experts = bool(facts.shape is not None and refusal(facts.shape, degree) and facts.expert_parallel)
-    found = Roofline.of_gpu(gpu, facts, degree).measurements(gpu.name, facts.name)
+    found = Roofline.of_gpu(gpu, facts, degree).measurements(gpu.name, gpu.memory_bytes)
     shares = "read off kernel tables of this GPU" if gpu.measured else "the usual ones of kernels"
     return replace(
         found,
         source=msgspec.structs.replace(found.source, note=f"{found.source.note}; shares: {shares}"),
-        engine=EngineInfo(
-            tensor_parallel_size=degree,
-            enable_expert_parallel=True if whole_experts else None,
-            kv_cache_tokens=tokens if tokens > 0 else None,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=batched,
-        ),
-        hardware=Hardware(
-            gpu=gpu.name,
-            gpus=degree,
-            memory_bytes=gpu.memory_bytes,
-            all_reduce_bytes_s=gpu.all_reduce_bytes_s if degree > 1 else None,
-        ),
-        launch=assumed_launch(facts, degree),
+        engine=msgspec.structs.replace(found.engine, kv_cache_tokens=tokens if tokens > 0 else None),
         assumed=tuple(_sheet_limits(gpu, facts)),
         name=f"{gpu.name.lower()}-{facts.name.rpartition('/')[2].lower()}-tp{degree}",
     )
@@ -388,7 +417,9 @@ def profile_of(
     if host is None:
         host = stated_host or assumed_host(asynchronous)
     try:
-        result = fit(found.points, usual_tile=found.tile, launched=found.host is not None)
+        estimated = not found.source.measured
+        launched = found.host is not None and not estimated
+        result = fit(found.points, usual_tile=found.tile, launched=launched, estimated=estimated)
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         where = f"{found.where}: " if found.where else ""

@@ -12,18 +12,17 @@ slowest one, and every field of `LatencyModel` is composed or refused (`_FIELDS`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import msgspec
 
 from hetlb.balancer.config.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
-    batch_limits,
 )
 from hetlb.balancer.config.gpus import find_gpu, wider
-from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
+from hetlb.balancer.config.profile_file import Hardware, Profile, ProfileSource, with_latency
 from hetlb.balancer.core.latency import LatencyModel, mixed_term
 from hetlb.balancer.core.step_times import (
     DecodeTable,
@@ -33,11 +32,10 @@ from hetlb.balancer.core.step_times import (
     PrefillGrid,
     SplitKv,
 )
-from hetlb.tools.models.degrees import refusal
+from hetlb.errors import ProfileError
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
-from hetlb.tools.profiler.fit import fit
-from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Measurements, Roofline, make_profile
+from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Roofline, profile_of
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: The most stages of an instance, and its most GPUs over machines.
@@ -97,44 +95,37 @@ def roofline_of(
     )
 
 
-def roofline_profile(
-    name: str,
+def estimated_profile(
     model: Model,
-    table: RooflineTable,
     gpu: str,
-    degree: int,
     memory_bytes: int | None,
-    link_bytes_s: float | None,
-) -> Profile:
-    """Return a profile by peak figures of `degree` GPUs and the link between them."""
-    batched, seqs = batch_limits(gpu, memory_bytes)
-    points = tuple(roofline_of(table, model, gpu, degree, link_bytes_s=link_bytes_s).points())
-    found = Measurements(
-        points=points,
-        source=ProfileSource(
-            kind="roofline",
-            measured=False,
-            system=gpu,
-            note=f"estimated, not measured: {table.flops:g} FLOP/s at {table.flops_efficiency:g}, "
-            f"{table.bandwidth_bytes_per_s:g} bytes/s at {table.bandwidth_efficiency:g}",
-        ),
-        hardware=Hardware(gpu=gpu, gpus=degree, memory_bytes=memory_bytes),
-        model=model_info(model.known),
-        engine=EngineInfo(
-            tensor_parallel_size=degree,
-            max_num_batched_tokens=batched,
-            max_num_seqs=seqs,
-            enable_expert_parallel=True if needs_expert_parallel(model, degree) else None,
-        ),
-    )
-    return make_profile(name, found, fit(points))
+    table: RooflineTable | None,
+    tp: int,
+    dp: int = 1,
+    *,
+    link_bytes_s: float | None = None,
+    known: Mapping[int, Profile] | None = None,
+) -> Profile | None:
+    """Return the profile of a server by peak figures, without its cache; None if its GPU is unknown.
 
-
-def needs_expert_parallel(model: Model, degree: int) -> bool:
-    """Return True if vLLM takes a degree only with whole experts."""
-    if model.shape is None or not refusal(model.shape, degree):
-        return False
-    return not refusal(model.shape, degree, expert_parallel=True)
+    The figures are of a `table`, with the link between its GPUs, or of the GPU's data sheet. `known` are
+    profiles of the same GPUs by tensor-parallel degree: the nearest one scales the estimate.
+    """
+    sheet, degrees = find_gpu(gpu), f"tp{tp}dp{dp}" if dp > 1 else f"tp{tp}"
+    if table is not None:
+        roofline = roofline_of(table, model, gpu, tp, dp, link_bytes_s)
+    elif sheet is not None:
+        roofline = Roofline.of_gpu(sheet, model.known, tp, dp)
+    else:
+        return None
+    base = known[max(known, key=lambda degree: (degree <= tp * dp, degree))] if known else None
+    of = "" if base is None else f", times what {base.name} takes of them"
+    words = f"{degrees}: estimated by peak figures of {gpu}{of}; a profile of it replaces this"
+    found = replace(roofline.measurements(gpu, memory_bytes, base=base), assumed=(words,))
+    try:
+        return profile_of(found, name=f"{gpu.lower()}-{degrees}-estimated")[0]
+    except ProfileError:
+        return None
 
 
 class _Round:

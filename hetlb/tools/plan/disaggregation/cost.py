@@ -32,16 +32,14 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
-    roofline_profile,
+    estimated_profile,
 )
 from hetlb.tools.plan.common.data_parallel import (
     Degrees,
     copies_cache,
     data_parallel_degrees,
-    estimated_rank,
     rank_tokens,
 )
-from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.disaggregation.rates import rate
 from hetlb.tools.plan.disaggregation.split_cluster import (
     Composition,
@@ -208,8 +206,7 @@ class ProfileCost:
 
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
-        self._profiles: dict[tuple[int, int], Profile] = {}
-        self._ranks: dict[tuple[int, Degrees], Profile | None] = {}
+        self._profiles: dict[tuple[int, Degrees], Profile | None] = {}
         self._layer_s: dict[tuple[int, int, Role], float] = {}
         self._shares: dict[object, float] = {}
 
@@ -222,44 +219,28 @@ class ProfileCost:
 
     def has_ranks(self, machine: int, degrees: Degrees) -> bool:
         """Return True if the profile of such data-parallel engines is known, or can be estimated."""
-        return self._rank(machine, degrees) is not None
+        return self._profile(machine, degrees) is not None
 
-    def _rank(self, m: int, degrees: Degrees) -> Profile | None:
+    def _profile(self, m: int, degrees: Degrees) -> Profile | None:
+        """Return the profile of the whole model: stated, else estimated if it can be and is needed."""
         key = self._cluster.kinds[m], degrees
-        if key not in self._ranks:
-            machine, model = self._cluster.machines[m], self._cluster.model
-            if (stated := machine.ranked.get(degrees)) is not None:
-                self._ranks[key] = stated[1]
-            elif copies_cache(model, degrees.gpus):
-                peaks, link = machine.roofline, self._cluster.links.bytes_per_s[m][m]
-                self._ranks[key] = estimated_rank(
-                    model, machine.gpu, machine.memory_bytes, peaks, machine.profiles, degrees, link
-                )
-            else:
-                self._ranks[key] = None
-        return self._ranks[key]
-
-    def _whole(self, stage: GroupStage) -> Profile:
-        if stage.ranks > 1:
-            found = self._rank(stage.machine, stage.degrees)
-            assert found is not None, "expected engines with a profile"
-            return found
-        key = self._cluster.kinds[stage.machine], stage.gpus
         if key not in self._profiles:
-            machine = self._cluster.machines[stage.machine]
-            link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
-            self._profiles[key] = machine.profiles.get(stage.gpus) or self._estimated(
-                machine, stage.gpus, link
-            )
+            machine, model = self._cluster.machines[m], self._cluster.model
+            peaks, link = machine.roofline, self._cluster.links.bytes_per_s[m][m] or None
+            stated, known = machine.profiles.get(degrees.tp), None
+            if degrees.dp > 1:
+                ranked, known = machine.ranked.get(degrees), machine.profiles
+                stated = None if ranked is None else ranked[1]
+            if stated is None and (degrees.dp == 1 or copies_cache(model, degrees.gpus)):
+                gpu = machine.gpu, machine.memory_bytes
+                stated = estimated_profile(model, *gpu, peaks, *degrees, link_bytes_s=link, known=known)
+            self._profiles[key] = stated
         return self._profiles[key]
 
-    def _estimated(self, machine: Machine, degree: int, link_bytes_s: float) -> Profile:
-        table = machine.roofline
-        assert table is not None, "expected a machine with a profile of this degree or peak figures"
-        name = f"{machine.gpu.lower()}-tp{degree}-estimated"
-        return roofline_profile(
-            name, self._cluster.model, table, machine.gpu, degree, machine.memory_bytes, link_bytes_s or None
-        )
+    def _whole(self, stage: GroupStage) -> Profile:
+        found = self._profile(stage.machine, stage.degrees)
+        assert found is not None, "expected engines with a profile"
+        return found
 
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
         """Return the time of one request's prefill, its decode steps, or both, by the whole model."""
