@@ -11,6 +11,7 @@ from array import array
 from typing import Any
 
 import pytest
+from helpers import HANG_S
 from loadtest.stub import Call, stub
 
 from hetlb.tools.loadtest.bodies import RequestBodies
@@ -77,6 +78,26 @@ async def test_a_turn_of_a_session_waits_for_the_answer_before_it(in_turn: bool)
     starts = [(each.scheduled_s, each.end_s) for each in result.records[::2]]
     if in_turn:
         assert all(later[0] >= before[1] for before, later in itertools.pairwise(starts))
+
+
+async def test_a_turn_that_waits_for_the_one_before_it_takes_no_place_of_others() -> None:
+    """Two conversations, one after the other in the plan, two requests at a time: both run at once."""
+    rows = [Row(None, 10 + i // 3, 3, session="ab"[i // 3]) for i in range(6)]
+    plan = [PlannedRequest(i, 0.0, row) for i, row in enumerate(rows)]
+    open_, together = set[int](), asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        size = len(call.body["prompt"])
+        open_.add(size)
+        if len(open_) == 2:
+            together.set()
+        async with asyncio.timeout(HANG_S):
+            await together.wait()
+        await call.answer()
+
+    async with stub(slowly) as server:
+        result = await load(plan, server.url, in_turn=True, max_concurrency=2)
+    assert len([each for each in result.records if each.ok]) == 6
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -232,11 +232,12 @@ class _Run:
     turns: asyncio.Semaphore | None
     timeout_s: float
     in_turn: bool = False
+    closed_loop: bool = False
     start: float = 0.0
 
     async def run(self) -> None:
-        plan, progress, turns = self.result.plan, self.progress, self.turns
-        closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
+        plan, turns = self.result.plan, self.turns
+        self.closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
         allow_open_files(len(plan))
         tracing = aiohttp.TraceConfig()
         tracing.on_connection_reuseconn.append(_on_reused)
@@ -251,12 +252,11 @@ class _Run:
                     for planned, record in zip(plan, self.result.records, strict=True):
                         # Also if it is late already: the answers have a claim to the loop as well.
                         await asyncio.sleep(max(0.0, planned.scheduled_s - self._now()))
-                        if turns is not None:
-                            await turns.acquire()
-                            if closed_loop:
-                                record.scheduled_s = self._now()
-                        progress.sent += 1
                         before = newest.get(planned.row.session) if self.in_turn else None
+                        if before is None or before.done():
+                            before = None
+                            await self._admit(record)
+                        # Else it holds no place while it waits for the turn before it.
                         task = group.create_task(self._send(session, planned, record, before))
                         if planned.row.session:
                             newest[planned.row.session] = task
@@ -269,6 +269,14 @@ class _Run:
 
     def _now(self) -> float:
         return time.monotonic() - self.start
+
+    async def _admit(self, record: RequestResult) -> None:
+        """Return when fewer requests than `max_concurrency` are in flight."""
+        if self.turns is not None:
+            await self.turns.acquire()
+            if self.closed_loop:
+                record.scheduled_s = self._now()
+        self.progress.sent += 1
 
     async def _on_sent(
         self,
@@ -287,9 +295,10 @@ class _Run:
         before: asyncio.Task[None] | None,
     ) -> None:
         progress = self.progress
-        if before is not None and not before.done():
+        if before is not None:
             await asyncio.wait([before])
             record.scheduled_s = self._now()
+            await self._admit(record)
         try:
             async with asyncio.timeout(self.timeout_s), await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")
