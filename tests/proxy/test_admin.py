@@ -20,6 +20,7 @@ from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
 from hetlb import app_listener
+from hetlb.balancer.admin.admin import AdminApi
 from hetlb.balancer.fleet import admin_listener
 
 # --- what is seen ---
@@ -75,6 +76,27 @@ async def test_every_figure_is_0_at_rest(tmp_path: Path) -> None:
         for figure in ("in_flight", "queued", "workload", "kv_reserved_tokens"):
             assert instance[figure] == 0, figure
         assert {"kv_cache_tokens", "kv_reported", "signal_age_s"} <= set(instance)
+
+
+async def test_a_large_fleet_is_shown_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document of a thousand instances took 15 ms of the event loop at once."""
+    monkeypatch.setattr("hetlb.turns.TURN_S", 0.0)
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Engine()) for _ in range(20)]
+        running = await stack.enter_async_context(serving(tmp_path, document(*engines)))
+        rounds = 0
+
+        async def go_round() -> None:
+            nonlocal rounds
+            while True:
+                await asyncio.sleep(0)
+                rounds += 1
+
+        other = asyncio.create_task(go_round())
+        found = await AdminApi(running.service).whole_fleet()
+        other.cancel()
+        assert len(found["models"][0]["instances"]) == 20
+        assert rounds >= 20
 
 
 async def test_the_figures_of_a_request_in_flight(tmp_path: Path) -> None:

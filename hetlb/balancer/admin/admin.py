@@ -21,11 +21,11 @@ from hetlb.balancer.admin.beliefs import believed
 from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
 from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import InputError
+from hetlb.turns import Share
 
 if TYPE_CHECKING:
     from hetlb.balancer.admin.cause_log import CauseLog
@@ -36,29 +36,6 @@ _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def fleet_document(scheduler: Scheduler, now: float, shown: Container[str] | None = None) -> dict[str, Any]:
-    """Return the body of `GET /v1/fleet`, of the `shown` instances alone if some are named."""
-    by_model = pools(scheduler)
-    speeds: dict[str, float] = {}
-    for name, instances in by_model.items():
-        speeds |= scheduler.placement.speeds(name, instances)
-    return {
-        "policy": scheduler.placement.policy_name,
-        "models": [
-            {
-                "name": name,
-                "instances": [
-                    _instance_document(each, speeds[each.name], now)
-                    for each in instances
-                    if shown is None or each.name in shown
-                ],
-            }
-            for name, instances in by_model.items()
-        ],
-        "queue": {"requests": len(scheduler.queue), "bytes": scheduler.queue.bytes},
-    }
 
 
 def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
@@ -232,12 +209,37 @@ class AdminApi:
 
     # --- documents, for the handlers and the dashboard ---
 
-    def fleet(self, shown: Container[str] | None = None) -> dict[str, Any]:
-        document = fleet_document(self.control.scheduler, self.control.now(), shown)
-        waiting, waiting_bytes = self.control.waiting_elsewhere
-        document["queue"]["requests"] += sum(waiting.values())
-        document["queue"]["bytes"] += waiting_bytes
+    def fleet(self, shown: Container[str] | None) -> dict[str, Any]:
+        """Return the body of `GET /v1/fleet`, of a large fleet with the `shown` instances alone."""
+        document, now = self._fleet_frame(), self.control.now()
+        for model, instances in zip(document["models"], self.pools().values(), strict=True):
+            found = [each for each in instances if shown is None or each.name in shown]
+            model["instances"] = [self._instance(model["name"], each, now) for each in found]
         return document
+
+    async def whole_fleet(self) -> dict[str, Any]:
+        """Return the body of `GET /v1/fleet`, made in turns: of a thousand instances it takes a while."""
+        document, now, share = self._fleet_frame(), self.control.now(), Share()
+        for model, instances in zip(document["models"], self.pools().values(), strict=True):
+            for each in instances:
+                model["instances"].append(self._instance(model["name"], each, now))
+                await share.spent()
+        return document
+
+    def _fleet_frame(self) -> dict[str, Any]:
+        scheduler, (waiting, waiting_bytes) = self.control.scheduler, self.control.waiting_elsewhere
+        return {
+            "policy": scheduler.placement.policy_name,
+            "models": [{"name": name, "instances": []} for name in self.pools()],
+            "queue": {
+                "requests": len(scheduler.queue) + sum(waiting.values()),
+                "bytes": scheduler.queue.bytes + waiting_bytes,
+            },
+        }
+
+    def _instance(self, model: str, instance: Instance, now: float) -> dict[str, Any]:
+        speeds = self.control.scheduler.placement.speeds(model, [instance])
+        return _instance_document(instance, speeds[instance.name], now)
 
     def status(self) -> dict[str, Any]:
         control = self.control
@@ -284,7 +286,7 @@ class AdminApi:
         return self._dashboard.file(request.path)
 
     async def _get_fleet(self, _: web.Request) -> web.Response:
-        return reply(self.fleet())
+        return reply(await self.whole_fleet())
 
     async def _usage(self, _: web.Request) -> web.Response:
         return reply({"usage": usage_document(self.control.totals)})

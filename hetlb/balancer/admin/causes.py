@@ -7,7 +7,7 @@ wait's severity follows from the oldest request alone: it never gets milder whil
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -125,7 +125,13 @@ class StateCause:
 
     def document(self) -> dict[str, str]:
         """Return its JSON."""
-        return asdict(self) | {"severity": self.severity.value}
+        return {
+            "cause": self.cause,
+            "instance": self.instance,
+            "sentence": self.sentence,
+            "advice": self.advice,
+            "severity": self.severity.value,
+        }
 
 
 def worst(causes: Sequence[StateCause]) -> State:

@@ -100,7 +100,7 @@ async def register(api: AdminApi, request: web.Request) -> web.Response:
         msgspec.json.encode(table),
     )
     new = await api.control.operate(Register(name, encoded))
-    return reply(api.fleet(), 201 if new else 200)
+    return reply(await api.whole_fleet(), 201 if new else 200)
 
 
 async def unregister(api: AdminApi, request: web.Request) -> web.Response:

@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 from errno import ECONNREFUSED
+from functools import lru_cache
 from typing import Any, Final
 
 from hetlb.balancer.core.types import EngineSample
@@ -86,6 +87,7 @@ def is_hetlb(headers: Mapping[str, str]) -> bool:
     return headers.get("x-request-id", "").startswith("hetlb-")
 
 
+@lru_cache(256)
 def next_step(reason: str) -> str:
     """Return what to do about a server that is down for a reason, in sentences."""
     return next(step for words, step in _STEPS if re.search(words, reason))
