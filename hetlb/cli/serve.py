@@ -18,7 +18,6 @@ import uvloop
 
 from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet, check_policy
-from hetlb.balancer.config.fleet_mistakes import wake_mistakes
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS, Listen
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
@@ -98,8 +97,6 @@ def _check_alone(fleet: Fleet) -> None:
     """Raise `InputError` if the file has workers or peers, and a feature that needs a single process."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
-    for line in wake_mistakes(fleet.file):  # of a flag: the file's own are found as it is read
-        raise InputError(where + line)
     if hands_over and workers > 1:
         raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
     if hands_over and shared is not None:

@@ -20,7 +20,6 @@ def mistakes_of(fleet: Fleet) -> Iterator[str]:
     """Yield the mistakes of a fleet with known instances, without a file name."""
     file = fleet.file
     yield from _own_mistakes(file)
-    yield from wake_mistakes(file)
     yield from _profile_mistakes(fleet)
     yield from _plan_mistakes(fleet)
     yield from _name_mistakes(file)
@@ -38,7 +37,7 @@ def mistakes_of(fleet: Fleet) -> Iterator[str]:
 
 
 def _own_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield the mistakes of models and headers."""
+    """Yield the mistakes of models, headers and peers."""
     for h, header in enumerate(file.proxy.forward_headers):
         if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
             yield (
@@ -49,6 +48,10 @@ def _own_mistakes(file: FleetFile) -> Iterator[str]:
         yield "listen: expected at least one address, got none"
     if not file.models and file.discovery is None:
         yield "models: expected at least one model, got none"
+    if file.shared is not None and any(
+        one.wake is not None for each in file.models for one in each.instances
+    ):
+        yield "shared: expected none with wake: one machine's processes decide"
     names = [model.name for model in file.models]
     for m, model in enumerate(file.models):
         key = f"models[{m}]"
@@ -57,15 +60,6 @@ def _own_mistakes(file: FleetFile) -> Iterator[str]:
             yield f"{key}.name: expected a name used once, got {model.name!r} again"
         if not model.instances and file.discovery is None:
             yield f"{key}.instances: expected at least one instance, got none"
-
-
-def wake_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a mistake if instances may sleep and several processes would decide about it."""
-    if any(each.wake is not None for model in file.models for each in model.instances):
-        if file.proxy.workers > 1:
-            yield f"proxy.workers: expected 1 with wake: one process decides, got {file.proxy.workers}"
-        if file.shared is not None:
-            yield "shared: expected none with wake: one process decides"
 
 
 def _pattern_mistake(name: str, key: str) -> Iterator[str]:

@@ -222,6 +222,9 @@ class FleetService(ABC):
     async def _reload_by_signal(self) -> None:
         """Read the fleet file again and log the result."""
 
+    def share_sleep(self) -> None:
+        """Tell peers about sleep and wake of instances, if any may sleep."""
+
     # --- for the admin surface ---
 
     @property
@@ -445,9 +448,14 @@ class Service(FleetService):
         tables = {name: each.table.wake for name, each in fleet.listed.items() if each.table.wake is not None}
         if tables and self._sleep is None:
             self._sleep = self.options.sleep_watch(self.scheduler, self.scheduling.change, self.driver.pools)
+            self.share_sleep()
             self._sleep.start()
         if self._sleep is not None:
             self._sleep.configure(tables)
+
+    def share_sleep(self) -> None:
+        if self._sleep is not None and self.sharing is not None:
+            self.sharing.share_sleep(self._sleep)
 
     @property
     def ready_line(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.types import Command, Request
 from hetlb.balancer.fleet.operator_changes import OperatorChange
+
+if TYPE_CHECKING:
+    from hetlb.balancer.option_record import SleepWatch
 
 
 class SharedBookings(Protocol):
@@ -37,6 +40,7 @@ class SharedFleet(Protocol):
     received: int
     rejected: int
 
+    def share_sleep(self, sleep: SleepWatch) -> None: ...
     async def spread(self, change: OperatorChange) -> list[str]: ...
     def reloaded(self, before: Fleet, after: Fleet) -> None: ...
     def start(self) -> None: ...

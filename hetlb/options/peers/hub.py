@@ -61,6 +61,40 @@ def check_place(path: Path) -> None:
         raise HubError(f"{path}: expected a socket or nothing there, got another file")
 
 
+class FileLock:
+    """Lock of a file: one process at a time has it, until it ends or releases it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1
+
+    def take(self) -> None:
+        """Take the lock. Raises `OSError`, also if another process has it."""
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(self._path, flags, 0o600)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or not is_trusted(found.st_uid):
+                raise HubError(f"{self._path}: expected a file of this user's or nothing there")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise
+        self._file = file
+
+    def held(self) -> bool:
+        """Return True if this process has the lock; a free one is taken."""
+        if self._file < 0:
+            with contextlib.suppress(OSError):
+                self.take()
+        return self._file >= 0
+
+    def release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
 class _Frames(asyncio.Protocol):
     """Messages of a connection, each after its length in four bytes."""
 
@@ -214,24 +248,20 @@ class Hub:
     def __init__(self) -> None:
         self._members: set[_Member] = set()
         self._server: asyncio.Server | None = None
-        self._lock = -1
+        self._lock: FileLock | None = None
 
     async def start(self, path: Path) -> None:
         """Listen on a Unix socket that this user alone may use. Raises `OSError`, also beside another hub."""
         check_place(path)
         loop = asyncio.get_running_loop()
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._lock = os.open(f"{path}.lock", flags, 0o600)
+        lock = FileLock(Path(f"{path}.lock"))
+        lock.take()
         try:
-            found = os.fstat(self._lock)
-            if not stat.S_ISREG(found.st_mode) or not is_trusted(found.st_uid):
-                raise HubError(f"{path}.lock: expected a file of this user's or nothing there")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._server = await loop.create_unix_server(lambda: _Member(self), sock=_bound(path))
         except OSError:
-            os.close(self._lock)
-            self._lock = -1
+            lock.release()
             raise
+        self._lock = lock
 
     def joined(self, member: _Member) -> None:
         self._members.add(member)
@@ -258,9 +288,8 @@ class Hub:
         for member in list(self._members):
             if member.transport is not None:
                 member.transport.abort()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
 
 
 class _Member(_Frames):

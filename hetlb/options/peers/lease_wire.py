@@ -187,6 +187,16 @@ class WireKept(msgspec.Struct, array_like=True, tag=8, gc=False, frozen=True):
     owner: _Name | None
 
 
+class WireSlept(msgspec.Struct, array_like=True, tag=9, gc=False, frozen=True):
+    """An instance falls asleep or wakes up: a `core.types.SleepSet`."""
+
+    instance: _Name
+    reason: _Name
+    comes: bool
+    wake_s: _Amount | None
+    fault: _Name = ""
+
+
 class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):
     """A change of an operator is in force here, or it failed."""
 
@@ -198,7 +208,7 @@ class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):
 #: Changes of leases and of the queue.
 WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
 #: All that peers tell each other.
-PeerChange: TypeAlias = WireChange | WireOperated | WireDone | WireAdmitted | WireUsed | WireKept
+PeerChange: TypeAlias = WireChange | WireOperated | WireDone | WireAdmitted | WireUsed | WireKept | WireSlept
 
 
 def booked(lease: Lease, now: float) -> Booked:

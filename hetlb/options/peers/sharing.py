@@ -21,13 +21,21 @@ import msgspec
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Command
+from hetlb.balancer.core.types import Command, SleepSet
 from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.peers import peer_messages
 from hetlb.options.peers.hub import HubTransport
-from hetlb.options.peers.lease_wire import PeerChange, WireAdmitted, WireChange, WireKept, WireUsed, parts
+from hetlb.options.peers.lease_wire import (
+    PeerChange,
+    WireAdmitted,
+    WireChange,
+    WireKept,
+    WireSlept,
+    WireUsed,
+    parts,
+)
 from hetlb.options.peers.operators import OperatorChanges
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import HUB
@@ -36,6 +44,7 @@ from hetlb.tasks import ended
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.key_limits import Limiter, Ticket
+    from hetlb.balancer.option_record import Right, SleepWatch
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -143,6 +152,9 @@ class Sharing:
         self.key_use: KeyUse | None = None
         #: Instances that keep answers, of all processes.
         self.kept: KeptPlaces | None = None
+        #: Sleep and wake of instances, and the right to decide about it, if processes can share that.
+        self.sleep: SleepWatch | None = None
+        self.wakes: Right | None = None
         self._transport = transport
         self._own = peer_messages.own_start(name)
         self._heard_at: dict[str, float] = {}
@@ -186,6 +198,14 @@ class Sharing:
     def share_kept(self, kept: KeptPlaces) -> None:
         """Exchange which instances keep answers too."""
         self.kept, kept.tell = kept, self._tell_soon
+
+    def share_sleep(self, sleep: SleepWatch) -> None:
+        """Exchange sleep and wake of instances too; one process alone decides."""
+        if self.wakes is not None:
+            self.sleep = sleep
+            sleep.share(self.wakes, self._tell_soon)
+            if self.connected:
+                self._send(peer_messages.ASK, [])
 
     async def spread(self, change: OperatorChange) -> list[str]:
         """Send an operator's change to all peers, and wait for them; return what went wrong there."""
@@ -252,6 +272,8 @@ class Sharing:
             changes += self.key_use.take()
         if self.kept is not None:
             changes += [WireKept(name, *place) for name, place in self.kept.take()]
+        if self.sleep is not None:
+            changes += map(_slept, self.sleep.take())
         return changes
 
     def _tell(self) -> None:
@@ -281,6 +303,8 @@ class Sharing:
             held += self.key_use.live()
         if self.kept is not None:
             held += [WireKept(name, *place) for name, place in self.kept.by_id.items()]
+        if self.sleep is not None:
+            held += map(_slept, self.sleep.live())
         self._send(peer_messages.STATE, held)
 
     def _answer_all(self) -> None:
@@ -411,6 +435,11 @@ class Sharing:
                 for each in changes:
                     if isinstance(each, WireKept):
                         self.kept.adopt(each.id, Place(each.instance, each.model, each.owner))
+            if self.sleep is not None:
+                for each in changes:
+                    if isinstance(each, WireSlept):
+                        told = SleepSet(each.instance, each.reason, each.comes, each.wake_s, each.fault)
+                        self.sleep.adopt(told)
         if kind == peer_messages.LEAVE:
             self._forget(peer, now)
             return
@@ -432,6 +461,10 @@ class Sharing:
         self._state_came.set()
         if not self._heard_at:
             self.on_alone()
+
+
+def _slept(change: SleepSet) -> WireSlept:
+    return WireSlept(change.name, change.reason, change.comes, change.wake_s, change.fault)
 
 
 def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:

@@ -104,6 +104,8 @@ class Takeover:
                 service.scheduling.limiters.journal = None
                 if sharing.kept is not None:
                     sharing.kept.tell = None
+                if sharing.sleep is not None:
+                    sharing.sleep.share(None, lambda: None)
                 service.do(sharing.close())
                 remove_folder(folder)
 

@@ -17,6 +17,11 @@ def hub_in(folder: Path) -> Path:
     return folder / "hub.sock"
 
 
+def waker_in(folder: Path) -> Path:
+    """Return the path of the lock of the one that wakes instances."""
+    return folder / "wake.lock"
+
+
 def remove_folder(folder: Path) -> None:
     """Remove such a folder, as far as it is there."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -25,6 +25,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
+from hetlb.balancer.option_record import Right
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.wake.doors import Door, DoorError, door
 from hetlb.tasks import end, ended
@@ -61,6 +62,8 @@ class SleepState(StrEnum):
     ASLEEP = "asleep"
     WAKING = "waking up"
 
+
+_STATES: Final = {"": SleepState.AWAKE} | {each.value: each for each in SleepState}
 
 FOUND_ASLEEP: Final = Transition(
     "its engine says so, or with commands: nothing answers", (SleepState.AWAKE,), SleepState.ASLEEP
@@ -179,6 +182,12 @@ class Waker:
         self.places: dict[str, Sleeper] = {}
         self._task: asyncio.Task[None] | None = None
         self._faults = Rarely()
+        #: Right to decide, where several processes could, and whether this one does.
+        self._right: Right | None = None
+        self._decides = True
+        #: What the others are to be told.
+        self._tell_peers: Callable[[], object] = lambda: None
+        self._unsent: dict[str, SleepSet] = {}
 
     def configure(self, tables: Mapping[str, WakeTable]) -> None:
         """Take the tables that hold from now on, by instance; one without any is awake."""
@@ -198,6 +207,38 @@ class Waker:
     async def close(self) -> None:
         tasks = [each.task for each in self.places.values() if each.task is not None]
         await ended(*tasks, *([] if self._task is None else [self._task]))
+        self._decides = False
+        if self._right is not None:
+            self._right.release()
+
+    # --- several processes: one decides, the others are told ---
+
+    def share(self, right: Right | None, tell: Callable[[], object]) -> None:
+        """Decide only with a right from now on; `tell` is called once `take` has news. None: alone again."""
+        if self._right is not None:
+            self._right.release()
+        self._right, self._tell_peers = right, tell
+        self._decides = right is None or right.held()
+
+    def take(self) -> list[SleepSet]:
+        """Return the changes for the other processes since the last call."""
+        unsent, self._unsent = self._unsent, {}
+        return list(unsent.values())
+
+    def live(self) -> list[SleepSet]:
+        """Return the state of every instance that is not awake, if this process decides."""
+        if not self._decides:
+            return []
+        return [_told(each) for each in self.places.values() if each.state is not SleepState.AWAKE]
+
+    def adopt(self, change: SleepSet) -> None:
+        """Take over what the process that decides has told."""
+        place, state = self.places.get(change.name), _STATES.get(change.reason)
+        if place is None or state is None or self._decides:
+            return
+        place.state, place.since = state, self._now()
+        place.wakes.mean_s, place.fault = change.wake_s, change.fault
+        self._tell(place)
 
     def _pool_of(self, name: str) -> Callable[[], EnginePool]:
         def pool() -> EnginePool:
@@ -222,25 +263,37 @@ class Waker:
     def look(self, now: float) -> None:
         """Note what changed, and begin each sleep and wake that is due."""
         oldest = self._scheduler.queue.oldest_by_model()
+        for model, at in self._scheduler.queue.elsewhere.oldest_at.items():
+            oldest[model] = min(at, oldest.get(model, at))
+        self._decides = self._right is None or self._right.held()
         there: dict[Sleeper, Instance] = {}
         for place in self.places.values():
             instance = self._scheduler.fleet.instances.get(place.name)
             if instance is not None:
                 there[place] = instance
                 self._note(place, instance, oldest, now)
+        if not self._decides:
+            return
         for model in sorted(oldest, key=lambda name: oldest[name]):
             self._call(model, oldest, there, now)
         for place, instance in there.items():
             rests = place.table.sleep_after_s
             if place.state is SleepState.AWAKE and rests and now - place.idle_since >= rests:
                 self._leave(place, f"idle for {rests:g} s", now)
-            if place.state is not SleepState.DRAINING:
+            # Another process may have sent a request before it was told.
+            told = self._right is None or now > place.since
+            if place.state is SleepState.DRAINING and told:
+                if not _busy(instance):
+                    self._enter(place, EMPTY, now)
+                elif now - max(place.since, place.own_at) >= OTHERS_S:
+                    self._stays(place, USED, "others go on using it", True, now)
+            if place.task is not None and not place.task.done():
                 continue
-            if not _busy(instance):
-                self._enter(place, EMPTY, now)
+            # What a process that ended has begun is begun again.
+            if place.state is SleepState.FALLING_ASLEEP:
                 place.task = asyncio.create_task(self._sleep(place), name=f"sleep-{place.name}")
-            elif now - max(place.since, place.own_at) >= OTHERS_S:
-                self._stays(place, USED, "others go on using it", True, now)
+            elif place.state is SleepState.WAKING:
+                place.task = asyncio.create_task(self._wake(place), name=f"wake-{place.name}")
 
     def _note(self, place: Sleeper, instance: Instance, oldest: Mapping[str, float], now: float) -> None:
         waits = any(name in oldest for name in instance.models)
@@ -252,6 +305,8 @@ class Waker:
             place.idle_since = now
         if place.state is not SleepState.AWAKE and instance.sleep.reason != place.state.value:
             self._tell(place)  # a new incarnation of it
+        if not self._decides:
+            return
         if place.state is SleepState.WAKING and not place.late and now - place.since >= place.wakes.limit_s:
             place.late = True
             self._no_wake(place, f"not awake after {now - place.since:.0f} s")
@@ -315,7 +370,6 @@ class Waker:
         if not others and place.wakes.take(now):
             place.late = False
             self._enter(place, CALLED, now)
-            place.task = asyncio.create_task(self._wake(place), name=f"wake-{place.name}")
 
     def _may_leave(
         self, place: Sleeper, instance: Instance, model: str, oldest: Mapping[str, float], now: float
@@ -336,9 +390,10 @@ class Waker:
 
     def _tell(self, place: Sleeper) -> None:
         """Tell the scheduler the state of an instance. Requests wait for one that is about to be awake."""
-        reason = "" if place.state is SleepState.AWAKE else place.state.value
-        comes = bool(reason) and not place.fault
-        self._change(SleepSet(place.name, reason, comes, place.wakes.mean_s, place.fault))
+        self._change(_told(place))
+        if self._decides:
+            self._unsent[place.name] = _told(place)
+            self._tell_peers()
 
     def _leave(self, place: Sleeper, why: str, now: float) -> None:
         if not place.naps.take(now):
@@ -428,6 +483,12 @@ class Waker:
     def _is_down(self, place: Sleeper) -> bool:
         instance = self._scheduler.fleet.instances.get(place.name)
         return instance is not None and instance.evidence.health.state is Health.EJECTED
+
+
+def _told(place: Sleeper) -> SleepSet:
+    reason = "" if place.state is SleepState.AWAKE else place.state.value
+    comes = bool(reason) and not place.fault
+    return SleepSet(place.name, reason, comes, place.wakes.mean_s, place.fault)
 
 
 def _shares(one: Sleeper, other: Sleeper) -> bool:
