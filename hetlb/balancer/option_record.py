@@ -19,17 +19,17 @@ if TYPE_CHECKING:
         DiscoveryTable,
         KvEventsTable,
         TracingTable,
-        WakeTable,
     )
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
     from hetlb.balancer.core.setup import SchedulerSetup
-    from hetlb.balancer.core.types import InstanceChange, SleepSet
+    from hetlb.balancer.core.types import InstanceChange
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, MakeSplits
     from hetlb.balancer.exchange.engine_request import EngineRequest
     from hetlb.balancer.exchange.exchange import Maker
+    from hetlb.balancer.fleet.shared_fleet import SleepWatch
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.endpoints import Kind
     from hetlb.balancer.http.http1 import RequestHead
@@ -62,25 +62,6 @@ class CacheReports(Protocol):
     """Reader of the KV events of engines."""
 
     def set(self, name: str, table: KvEventsTable | None) -> None: ...
-    async def close(self) -> None: ...
-
-
-class Right(Protocol):
-    """Right that one process at a time has."""
-
-    def held(self) -> bool: ...
-    def release(self) -> None: ...
-
-
-class SleepWatch(Protocol):
-    """Sleep and wake of instances; of several processes the one with the right decides and tells others."""
-
-    def configure(self, tables: Mapping[str, WakeTable]) -> None: ...
-    def start(self) -> None: ...
-    def share(self, right: Right | None, tell: Callable[[], object]) -> None: ...
-    def take(self) -> list[SleepSet]: ...
-    def live(self) -> list[SleepSet]: ...
-    def adopt(self, change: SleepSet) -> None: ...
     async def close(self) -> None: ...
 
 

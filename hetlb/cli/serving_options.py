@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.types import Command, InstanceChange
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
+    from hetlb.balancer.fleet.shared_fleet import SleepWatch
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.http1 import RequestHead
     from hetlb.balancer.option_record import (
         CacheReports,
         Resumption,
         SchedulerLog,
-        SleepWatch,
         SpanMaker,
     )
 
@@ -101,6 +101,7 @@ def _cache_reports(on_events: Callable[[str, KvEventBatch], None]) -> CacheRepor
 def _sleep_watch(
     scheduler: Scheduler, change: Callable[[InstanceChange], None], pools: EnginePools
 ) -> SleepWatch:
+    from hetlb.options.peers import sleep_news  # noqa: F401  (for a process that takes this one's place)
     from hetlb.options.wake.waker import Waker
 
     return Waker(scheduler, change, pools, asyncio.get_running_loop().time)

@@ -43,8 +43,8 @@ ROOMS = {
 OF_CLI = {"hetlb.cli", *(f"hetlb.cli.{name}" for name in ("flags", "main", "serve", "serving_options"))}
 #: Options that are imported: what a process needs while another takes its place.
 PEERS = (
-    "hub", "lease_wire", "offer", "operators", "peer_messages", "peer_transport", "remote_leases",
-    "shared_table", "shared_view", "sharing", "view_folder",
+    "hub", "lease_wire", "offer", "operators", "peer_messages", "remote_leases",
+    "shared_table", "shared_view", "sharing",
 )  # fmt: skip
 OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
 #: Lines of all modules that a plain `serve` may import, with the view that a process joins that takes this

@@ -211,31 +211,26 @@ class AdminApi:
 
     def fleet(self, shown: Container[str] | None) -> dict[str, Any]:
         """Return the body of `GET /v1/fleet`, of a large fleet with the `shown` instances alone."""
-        document, now = self._fleet_frame(), self.control.now()
-        for model, instances in zip(document["models"], self.pools().values(), strict=True):
+        scheduler, now = self.control.scheduler, self.control.now()
+        waiting, waiting_bytes = self.control.waiting_elsewhere
+        models: list[dict[str, Any]] = []
+        for name, instances in self.pools().items():
             found = [each for each in instances if shown is None or each.name in shown]
-            model["instances"] = [self._instance(model["name"], each, now) for each in found]
-        return document
+            models.append({"name": name, "instances": [self._instance(name, each, now) for each in found]})
+        queue = {
+            "requests": len(scheduler.queue) + sum(waiting.values()),
+            "bytes": scheduler.queue.bytes + waiting_bytes,
+        }
+        return {"policy": scheduler.placement.policy_name, "models": models, "queue": queue}
 
     async def whole_fleet(self) -> dict[str, Any]:
         """Return the body of `GET /v1/fleet`, made in turns: of a thousand instances it takes a while."""
-        document, now, share = self._fleet_frame(), self.control.now(), Share()
+        document, now, share = self.fleet(()), self.control.now(), Share()
         for model, instances in zip(document["models"], self.pools().values(), strict=True):
             for each in instances:
                 model["instances"].append(self._instance(model["name"], each, now))
                 await share.spent()
         return document
-
-    def _fleet_frame(self) -> dict[str, Any]:
-        scheduler, (waiting, waiting_bytes) = self.control.scheduler, self.control.waiting_elsewhere
-        return {
-            "policy": scheduler.placement.policy_name,
-            "models": [{"name": name, "instances": []} for name in self.pools()],
-            "queue": {
-                "requests": len(scheduler.queue) + sum(waiting.values()),
-                "bytes": scheduler.queue.bytes + waiting_bytes,
-            },
-        }
 
     def _instance(self, model: str, instance: Instance, now: float) -> dict[str, Any]:
         speeds = self.control.scheduler.placement.speeds(model, [instance])

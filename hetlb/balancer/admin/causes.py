@@ -125,13 +125,7 @@ class StateCause:
 
     def document(self) -> dict[str, str]:
         """Return its JSON."""
-        return {
-            "cause": self.cause,
-            "instance": self.instance,
-            "sentence": self.sentence,
-            "advice": self.advice,
-            "severity": self.severity.value,
-        }
+        return {name: getattr(self, name) for name in self.__slots__} | {"severity": self.severity.value}
 
 
 def worst(causes: Sequence[StateCause]) -> State:

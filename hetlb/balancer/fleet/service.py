@@ -17,8 +17,9 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -27,8 +28,9 @@ from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
-from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.config.fleet_mistakes import check_extras
+from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -37,7 +39,6 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
-from hetlb.balancer.fleet.availability import Availability
 from hetlb.balancer.fleet.operator_changes import (
     OperatorChange,
     Register,
@@ -45,7 +46,6 @@ from hetlb.balancer.fleet.operator_changes import (
     SetPolicy,
     SetState,
 )
-from hetlb.balancer.fleet.reload import needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
@@ -62,14 +62,13 @@ from hetlb.watched_files import SeenFiles
 if TYPE_CHECKING:
     from hetlb.balancer.config.fleet_tables import KvEventsTable
     from hetlb.balancer.engines.host_times import HostTimes
-    from hetlb.balancer.fleet.shared_fleet import SharedFleet
+    from hetlb.balancer.fleet.shared_fleet import SharedFleet, SleepWatch
     from hetlb.balancer.fleet.source import Source, Sources
     from hetlb.balancer.option_record import (
         CacheReports,
         Options,
         Predecessor,
         SchedulerLog,
-        SleepWatch,
         Successor,
     )
 
@@ -97,6 +96,43 @@ class WorkerState:
     hangs: int = 0
 
 
+class Availability:
+    """State of the fleet for balancers in front and for clients, at both listeners."""
+
+    def __init__(self, scheduler: Scheduler, watch: EngineWatch) -> None:
+        self._scheduler = scheduler
+        self._watch = watch
+        #: True from SIGTERM on: not ready, though requests are still accepted for a while.
+        self.stopping = False
+
+    def routable(self) -> bool:
+        """Return True if a request can be served."""
+        return self.readiness == "ready"
+
+    @property
+    def readiness(self) -> str:
+        """ "ready", or the reason why no request should come."""
+        if self.stopping:
+            return "stopping"
+        routable = [each for each in self._scheduler.instances if each.routable or each.comes]
+        if not routable:
+            return "no instance is routable"
+        if any(not each.spec.model or each.spec.model in each.models for each in routable):
+            return "ready"
+        names = dict.fromkeys(each.spec.model for each in routable)
+        return f"no instance serves {', '.join(names)}"
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that clients may ask for; without an instance they are not `available`."""
+        found = self._watch.model_list()
+        known = {each["id"] for each in found}
+        return found + [
+            {"id": name, "object": "model", "owned_by": "hetlb", "available": False}
+            for name in self._scheduler.fleet.ready
+            if name not in known
+        ]
+
+
 class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
@@ -105,6 +141,8 @@ class FleetService(ABC):
     sharing: SharedFleet | None = None
     #: Folder of the hub of that exchange, where this process and others made one for themselves.
     view_folder: Path | None = None
+    #: Sleep and wake of instances, None before one has `wake`.
+    _sleep: SleepWatch | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: Number of its first lease.
@@ -222,8 +260,12 @@ class FleetService(ABC):
     async def _reload_by_signal(self) -> None:
         """Read the fleet file again and log the result."""
 
-    def share_sleep(self) -> None:
-        """Tell peers about sleep and wake of instances, if any may sleep."""
+    def share_sleep(self, folder: Path | None) -> None:
+        """Let the processes with a folder share sleep and wake of instances, if any may sleep. None: none."""
+        if self._sleep is not None and folder is not None and self.sharing is not None:
+            self.sharing.share_sleep(self._sleep, folder)
+        elif self._sleep is not None:
+            self._sleep.share(None, lambda: None)
 
     # --- for the admin surface ---
 
@@ -394,8 +436,6 @@ class Service(FleetService):
         self.scheduling.look_up = self.watch.look_up_models
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access, self.options)
-        #: Sleep and wake of instances, None before one has `wake`.
-        self._sleep: SleepWatch | None = None
         #: True if another process accepts in place of this one.
         self.replaced = False
 
@@ -448,14 +488,10 @@ class Service(FleetService):
         tables = {name: each.table.wake for name, each in fleet.listed.items() if each.table.wake is not None}
         if tables and self._sleep is None:
             self._sleep = self.options.sleep_watch(self.scheduler, self.scheduling.change, self.driver.pools)
-            self.share_sleep()
+            self.share_sleep(self.view_folder)
             self._sleep.start()
         if self._sleep is not None:
             self._sleep.configure(tables)
-
-    def share_sleep(self) -> None:
-        if self._sleep is not None and self.sharing is not None:
-            self.sharing.share_sleep(self._sleep)
 
     @property
     def ready_line(self) -> str:
@@ -559,6 +595,49 @@ def tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GARBAGE_CONTAINERS, 10, 10)
+
+
+def read_again(running: Fleet) -> Fleet:
+    """Return the fleet as its file is now, with the listeners where they are. Raises `InputError`."""
+    if running.path is None:
+        raise ConfigError("there is no file to reload: hetlb was started with --instance")
+    read = load_fleet(running.path)
+    before, after, admin = running.file.addresses, read.file.addresses, running.file.admin
+    replace = msgspec.structs.replace
+    if len(before) == len(after):
+        before = tuple(
+            replace(old, tls=new.tls if old.tls else None) for old, new in zip(before, after, strict=True)
+        )
+    return read.with_tables(
+        listen=before if len(before) > 1 else before[0],
+        admin=replace(
+            read.file.admin, host=admin.host, port=admin.port, tls=read.file.admin.tls if admin.tls else None
+        ),
+    )
+
+
+#: Keys that cannot be swapped, and their values in the file.
+_FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
+    "listen.host": lambda file: [each.host for each in file.addresses],
+    "listen.port": lambda file: [each.port for each in file.addresses],
+    **{
+        key: attrgetter(key)
+        for key in (
+            "admin.host", "admin.port", "queue", "health", "scrape",
+            "proxy.workers", "proxy.request_log", "tracing", "discovery", "watch", "pick", "shared",
+            "proxy.request_log_format",
+        )
+    },
+    "listen.tls": lambda file: [each.tls is None for each in file.addresses],
+    "admin.tls": lambda file: file.admin.tls is None,
+    "policy": lambda file: msgspec.structs.replace(file.policy, name=""),
+    "models[].tokenizer": lambda file: {each.name: each.tokenizer for each in file.models if each.tokenizer},
+}  # fmt: skip
+
+
+def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
+    """Return the keys that differ from the start and cannot be swapped."""
+    return [key for key, of in _FIXED.items() if of(then) != of(now)]
 
 
 def require_urls(fleet: Fleet) -> Access:

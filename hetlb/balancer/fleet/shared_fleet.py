@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.types import Command, Request
+from hetlb.balancer.config.fleet_tables import WakeTable
+from hetlb.balancer.core.types import Command, Request, SleepSet
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 
-if TYPE_CHECKING:
-    from hetlb.balancer.option_record import SleepWatch
+
+class Right(Protocol):
+    """Right that one process at a time has."""
+
+    def held(self) -> bool: ...
+    def release(self) -> None: ...
+
+
+class SleepWatch(Protocol):
+    """Sleep and wake of instances; of several processes the one with the right decides and tells others."""
+
+    def configure(self, tables: Mapping[str, WakeTable]) -> None: ...
+    def start(self) -> None: ...
+    def share(self, right: Right | None, tell: Callable[[], object]) -> None: ...
+    def take(self) -> list[SleepSet]: ...
+    def live(self) -> list[SleepSet]: ...
+    def adopt(self, change: SleepSet) -> None: ...
+    async def close(self) -> None: ...
 
 
 class SharedBookings(Protocol):
@@ -40,7 +59,7 @@ class SharedFleet(Protocol):
     received: int
     rejected: int
 
-    def share_sleep(self, sleep: SleepWatch) -> None: ...
+    def share_sleep(self, sleep: SleepWatch, folder: Path) -> None: ...
     async def spread(self, change: OperatorChange) -> list[str]: ...
     def reloaded(self, before: Fleet, after: Fleet) -> None: ...
     def start(self) -> None: ...

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.options.peers.hub import FileLock, HubTransport
-from hetlb.options.peers.peer_transport import PeerTransport
+from hetlb.options.peers.hub import HubTransport, hub_in
+from hetlb.options.peers.peer_messages import PeerTransport
 from hetlb.options.peers.shared_table import shared_url
 from hetlb.options.peers.sharing import Sharing, transport_of
-from hetlb.options.peers.view_folder import hub_in, waker_in
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -31,10 +30,8 @@ def share(service: FleetService) -> None:
 
 def share_in(service: FleetService, folder: Path) -> Sharing:
     """Let a service share its view with the other processes of its proxy, by the hub in their folder."""
-    table, transport = SharedTable(silent_s=_HUB_SILENT_S), HubTransport(hub_in(folder))
-    sharing = share_over(service, table, transport)
-    sharing.wakes = FileLock(waker_in(folder))
-    service.share_sleep()
+    sharing = share_over(service, SharedTable(silent_s=_HUB_SILENT_S), HubTransport(hub_in(folder)))
+    service.share_sleep(folder)
     return sharing
 
 

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import stat
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
 
-from hetlb.options.peers.peer_messages import each_frame, farewell, framed
-from hetlb.options.peers.peer_transport import Receive
+from hetlb.options.peers.peer_messages import Receive, each_frame, farewell, framed
 from hetlb.turns import turns
 
 #: Bytes that may wait for a peer of a hub that does not read.
@@ -28,6 +29,21 @@ _MAX_UNREAD_BYTES: Final = 64 << 20
 #: Seconds that the last messages may take to leave.
 _LAST_WORDS_S: Final = 1.0
 _CREDENTIALS: Final = struct.Struct("3i")
+
+
+def view_folder() -> Path:
+    """Make a folder for the sockets of one proxy's processes, for this user alone."""
+    return Path(tempfile.mkdtemp(prefix="hetlb-"))
+
+
+def hub_in(folder: Path) -> Path:
+    """Return the path of the hub of their view."""
+    return folder / "hub.sock"
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove such a folder, as far as it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class HubError(OSError):
@@ -61,38 +77,19 @@ def check_place(path: Path) -> None:
         raise HubError(f"{path}: expected a socket or nothing there, got another file")
 
 
-class FileLock:
-    """Lock of a file: one process at a time has it, until it ends or releases it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = -1
-
-    def take(self) -> None:
-        """Take the lock. Raises `OSError`, also if another process has it."""
-        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(self._path, flags, 0o600)
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode) or not is_trusted(found.st_uid):
-                raise HubError(f"{self._path}: expected a file of this user's or nothing there")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            raise
-        self._file = file
-
-    def held(self) -> bool:
-        """Return True if this process has the lock; a free one is taken."""
-        if self._file < 0:
-            with contextlib.suppress(OSError):
-                self.take()
-        return self._file >= 0
-
-    def release(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+def locked(path: Path) -> int:
+    """Return a descriptor with the lock of a file, for one process at a time. Raises `OSError`."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or not is_trusted(found.st_uid):
+            raise HubError(f"{path}: expected a file of this user's or nothing there")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 class _Frames(asyncio.Protocol):
@@ -248,20 +245,19 @@ class Hub:
     def __init__(self) -> None:
         self._members: set[_Member] = set()
         self._server: asyncio.Server | None = None
-        self._lock: FileLock | None = None
+        self._lock = -1
 
     async def start(self, path: Path) -> None:
         """Listen on a Unix socket that this user alone may use. Raises `OSError`, also beside another hub."""
         check_place(path)
         loop = asyncio.get_running_loop()
-        lock = FileLock(Path(f"{path}.lock"))
-        lock.take()
+        self._lock = locked(Path(f"{path}.lock"))
         try:
             self._server = await loop.create_unix_server(lambda: _Member(self), sock=_bound(path))
         except OSError:
-            lock.release()
+            os.close(self._lock)
+            self._lock = -1
             raise
-        self._lock = lock
 
     def joined(self, member: _Member) -> None:
         self._members.add(member)
@@ -288,8 +284,9 @@ class Hub:
         for member in list(self._members):
             if member.transport is not None:
                 member.transport.abort()
-        if self._lock is not None:
-            self._lock.release()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 class _Member(_Frames):

@@ -188,13 +188,12 @@ class WireKept(msgspec.Struct, array_like=True, tag=8, gc=False, frozen=True):
 
 
 class WireSlept(msgspec.Struct, array_like=True, tag=9, gc=False, frozen=True):
-    """An instance falls asleep or wakes up: a `core.types.SleepSet`."""
+    """An instance falls asleep or wakes up: the fields of a `core.types.SleepSet`."""
 
     instance: _Name
     reason: _Name
-    comes: bool
     wake_s: _Amount | None
-    fault: _Name = ""
+    fault: _Name
 
 
 class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):

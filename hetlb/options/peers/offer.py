@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.options.peers import share_in
-from hetlb.options.peers.view_folder import remove_folder, view_folder
+from hetlb.options.peers.hub import remove_folder, view_folder
 from hetlb.tasks import ended
 from hetlb.turns import Share
 

@@ -155,7 +155,7 @@ class OperatorChanges:
                         self._errors[each.number].append(f"peer {peer}: {each.error}")
                     self._came.set()
 
-    def gone(self, peer: str) -> None:
+    def gone(self, peer: str, now: float) -> None:
         for awaited in self._awaited.values():
             awaited.discard(peer)
         self._came.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 
@@ -24,6 +24,7 @@ LEAVE: Final = 3
 #: Maximum bytes of a message.
 MAX_MESSAGE_BYTES: Final = 2 * PART_BYTES
 _LENGTH = Struct("!I")
+Receive: TypeAlias = Callable[[bytes], None]
 
 
 class PeerMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -125,3 +126,32 @@ def each_frame(data: bytearray, take: Callable[[bytes], object], may_go_on: Call
         take(bytes(memoryview(data)[at + 4 : after]))
         at = after
     return at
+
+
+class PeerTransport(Protocol):
+    """Carrier of messages: a hub on one machine, a Redis server between machines.
+
+    It passes each message on to all peers, the sender included, in order, or the connection is lost. `lost`:
+    one was not carried. `by_peer`: its server is in the process of a peer.
+    """
+
+    lost: bool
+    by_peer: bool
+
+    async def run(self, joined: Callable[[], None], receive: Receive) -> None:
+        """Hear messages until the connection is lost, which raises; `joined` is called once it is made."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message to all peers."""
+
+    def discard(self) -> None:
+        """Drop the messages that wait to be sent."""
+
+    async def flush(self) -> None:
+        """Wait until all messages have left."""
+
+    def drop(self) -> None:
+        """Break the connection, which seems dead: a new one is made."""
+
+    async def close(self) -> None:
+        """End the connection."""

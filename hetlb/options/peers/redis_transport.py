@@ -8,8 +8,7 @@ from typing import Final
 
 from redis._parsers import _AsyncRESP2Parser
 
-from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES
-from hetlb.options.peers.peer_transport import Receive
+from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES, Receive
 from hetlb.tasks import ended
 from hetlb.turns import Share
 

@@ -14,14 +14,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Command, SleepSet
+from hetlb.balancer.core.types import Command
 from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
@@ -32,19 +32,18 @@ from hetlb.options.peers.lease_wire import (
     WireAdmitted,
     WireChange,
     WireKept,
-    WireSlept,
     WireUsed,
     parts,
 )
 from hetlb.options.peers.operators import OperatorChanges
-from hetlb.options.peers.peer_transport import PeerTransport
+from hetlb.options.peers.peer_messages import PeerTransport
 from hetlb.options.peers.shared_table import HUB
 from hetlb.options.peers.shared_view import SharedView
 from hetlb.tasks import ended
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.key_limits import Limiter, Ticket
-    from hetlb.balancer.option_record import Right, SleepWatch
+    from hetlb.balancer.fleet.shared_fleet import SleepWatch
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -81,8 +80,6 @@ class KeyUse:
         self._unsent: list[PeerChange] = []
         self._of: dict[str, dict[int, Ticket]] = {}
 
-    # --- of this process ---
-
     def admitted(self, ticket: Ticket) -> None:
         self._number += 1
         ticket.number = self._number
@@ -104,11 +101,9 @@ class KeyUse:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def live(self) -> list[PeerChange]:
+    def live(self, now: float) -> list[PeerChange]:
         """Return the requests in flight, for a new peer."""
         return [WireAdmitted(number, each.limiter.name, 0, False) for number, each in self._own.items()]
-
-    # --- of peers ---
 
     def receive(self, peer: str, changes: Sequence[PeerChange], now: float) -> None:
         tickets = self._of.setdefault(peer, {})
@@ -130,6 +125,36 @@ class KeyUse:
             ticket.ended(ticket.reserved, 0, now)
 
 
+class KeptNews:
+    """News for peers, and of them, which instances keep answers."""
+
+    def __init__(self, kept: KeptPlaces) -> None:
+        self._kept = kept
+
+    def take(self) -> list[PeerChange]:
+        return [WireKept(name, *place) for name, place in self._kept.take()]
+
+    def live(self, now: float) -> list[PeerChange]:
+        return [WireKept(name, *place) for name, place in self._kept.by_id.items()]
+
+    def receive(self, peer: str, changes: Sequence[PeerChange], now: float) -> None:
+        for each in changes:
+            if isinstance(each, WireKept):
+                self._kept.adopt(each.id, Place(each.instance, each.model, each.owner))
+
+    def gone(self, peer: str, now: float) -> None:
+        """Do nothing: its answers are kept all the same."""
+
+
+class SharedPart(Protocol):
+    """One kind of changes that peers tell each other."""
+
+    def take(self) -> Sequence[PeerChange]: ...
+    def live(self, now: float) -> Sequence[PeerChange]: ...
+    def receive(self, peer: str, changes: Sequence[PeerChange], now: float) -> None: ...
+    def gone(self, peer: str, now: float) -> None: ...
+
+
 class Sharing:
     """Exchange of state with the other processes; `name` is this one's, in hexadecimal digits."""
 
@@ -147,14 +172,10 @@ class Sharing:
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
         self.view.journal.on_change = self._tell_soon
-        #: Changes of operators, and the use of clients' keys, if they are shared.
+        #: Shared besides leases, if at all: operators' changes, the use of clients' keys, and others.
         self.operators: OperatorChanges | None = None
         self.key_use: KeyUse | None = None
-        #: Instances that keep answers, of all processes.
-        self.kept: KeptPlaces | None = None
-        #: Sleep and wake of instances, and the right to decide about it, if processes can share that.
-        self.sleep: SleepWatch | None = None
-        self.wakes: Right | None = None
+        self._parts: list[SharedPart] = []
         self._transport = transport
         self._own = peer_messages.own_start(name)
         self._heard_at: dict[str, float] = {}
@@ -189,23 +210,26 @@ class Sharing:
         self.operators = OperatorChanges(
             self.name, make, knows, lambda: list(self._heard_at), self._tell_soon
         )
+        self._parts.append(self.operators)
 
     def share_keys(self, limiter: Callable[[str], Limiter | None]) -> KeyUse:
         """Exchange the use of clients' keys too; return the journal to be told of it."""
         self.key_use = KeyUse(limiter, self._tell_soon)
+        self._parts.append(self.key_use)
         return self.key_use
 
     def share_kept(self, kept: KeptPlaces) -> None:
         """Exchange which instances keep answers too."""
-        self.kept, kept.tell = kept, self._tell_soon
+        kept.tell = self._tell_soon
+        self._parts.append(KeptNews(kept))
 
-    def share_sleep(self, sleep: SleepWatch) -> None:
-        """Exchange sleep and wake of instances too; one process alone decides."""
-        if self.wakes is not None:
-            self.sleep = sleep
-            sleep.share(self.wakes, self._tell_soon)
-            if self.connected:
-                self._send(peer_messages.ASK, [])
+    def share_sleep(self, sleep: SleepWatch, folder: Path) -> None:
+        """Exchange sleep and wake of instances too, about which one process in the folder decides."""
+        from hetlb.options.peers.sleep_news import SleepNews
+
+        self._parts.append(SleepNews(sleep, folder, self._tell_soon))
+        if self.connected:
+            self._send(peer_messages.ASK, [])
 
     async def spread(self, change: OperatorChange) -> list[str]:
         """Send an operator's change to all peers, and wait for them; return what went wrong there."""
@@ -266,14 +290,8 @@ class Sharing:
 
     def _take(self) -> list[PeerChange]:
         changes: list[PeerChange] = [*self.view.take(self._loop.time())]
-        if self.operators is not None:
-            changes += self.operators.take()
-        if self.key_use is not None:
-            changes += self.key_use.take()
-        if self.kept is not None:
-            changes += [WireKept(name, *place) for name, place in self.kept.take()]
-        if self.sleep is not None:
-            changes += map(_slept, self.sleep.take())
+        for each in self._parts:
+            changes += each.take()
         return changes
 
     def _tell(self) -> None:
@@ -297,14 +315,8 @@ class Sharing:
             self._send(peer_messages.CHANGES, changes)
         now = self._loop.time()
         held: list[PeerChange] = [*self.view.live(now)]
-        if self.operators is not None:
-            held += self.operators.live(now)
-        if self.key_use is not None:
-            held += self.key_use.live()
-        if self.kept is not None:
-            held += [WireKept(name, *place) for name, place in self.kept.by_id.items()]
-        if self.sleep is not None:
-            held += map(_slept, self.sleep.live())
+        for each in self._parts:
+            held += each.live(now)
         self._send(peer_messages.STATE, held)
 
     def _answer_all(self) -> None:
@@ -427,19 +439,8 @@ class Sharing:
         if kind == peer_messages.STATE and self.key_use is not None:
             self.key_use.gone(peer, now)
         if len(leases) < len(changes):
-            if self.operators is not None:
-                self.operators.receive(peer, changes, now)
-            if self.key_use is not None:
-                self.key_use.receive(peer, changes, now)
-            if self.kept is not None:
-                for each in changes:
-                    if isinstance(each, WireKept):
-                        self.kept.adopt(each.id, Place(each.instance, each.model, each.owner))
-            if self.sleep is not None:
-                for each in changes:
-                    if isinstance(each, WireSlept):
-                        told = SleepSet(each.instance, each.reason, each.comes, each.wake_s, each.fault)
-                        self.sleep.adopt(told)
+            for part in self._parts:
+                part.receive(peer, changes, now)
         if kind == peer_messages.LEAVE:
             self._forget(peer, now)
             return
@@ -453,18 +454,12 @@ class Sharing:
         del self._heard_at[peer]
         self._next.pop(peer, None)
         self._whole.discard(peer)
-        if self.operators is not None:
-            self.operators.gone(peer)
-        if self.key_use is not None:
-            self.key_use.gone(peer, now)
+        for each in self._parts:
+            each.gone(peer, now)
         self._carry_out(self.view.gone(peer, now))
         self._state_came.set()
         if not self._heard_at:
             self.on_alone()
-
-
-def _slept(change: SleepSet) -> WireSlept:
-    return WireSlept(change.name, change.reason, change.comes, change.wake_s, change.fault)
 
 
 def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:

@@ -33,9 +33,9 @@ from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.errors import HetlbError
 from hetlb.logs import FORMATTERS, logging_to_stderr
 from hetlb.options.peers.control import ChildControl, ChildState, content_of
+from hetlb.options.peers.hub import remove_folder, view_folder
 from hetlb.options.peers.listeners import bind_listeners, share_of
 from hetlb.options.peers.tally import Tally
-from hetlb.options.peers.view_folder import remove_folder, view_folder
 from hetlb.options.peers.worker_service import Worker, WorkerPlace, log_of
 from hetlb.systemd import NO_LISTENERS, Listeners
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.errors import HetlbError
 from hetlb.options.peers import offer, share_in
+from hetlb.options.peers.hub import remove_folder
 from hetlb.options.peers.offer import ACCEPTING, HELLO, MOST_FOLDER_BYTES, MOST_LISTENERS, Offer
-from hetlb.options.peers.view_folder import remove_folder
 from hetlb.systemd import Listeners
 
 if TYPE_CHECKING:
@@ -102,10 +102,8 @@ class Takeover:
                 service.sharing = service.scheduling.view = service.view_folder = None
                 service.scheduler.ledger.unsubscribe(sharing.view.journal)
                 service.scheduling.limiters.journal = None
-                if sharing.kept is not None:
-                    sharing.kept.tell = None
-                if sharing.sleep is not None:
-                    sharing.sleep.share(None, lambda: None)
+                service.driver.kept.tell = None
+                service.share_sleep(None)
                 service.do(sharing.close())
                 remove_folder(folder)
 

@@ -25,7 +25,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
-from hetlb.balancer.option_record import Right
+from hetlb.balancer.fleet.shared_fleet import Right
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.wake.doors import Door, DoorError, door
 from hetlb.tasks import end, ended
@@ -185,7 +185,7 @@ class Waker:
         #: Right to decide, where several processes could, and whether this one does.
         self._right: Right | None = None
         self._decides = True
-        #: What the others are to be told.
+        #: News for the others.
         self._tell_peers: Callable[[], object] = lambda: None
         self._unsent: dict[str, SleepSet] = {}
 
@@ -227,18 +227,16 @@ class Waker:
 
     def live(self) -> list[SleepSet]:
         """Return the state of every instance that is not awake, if this process decides."""
-        if not self._decides:
-            return []
-        return [_told(each) for each in self.places.values() if each.state is not SleepState.AWAKE]
+        places = self.places.values() if self._decides else ()
+        return [_told(each) for each in places if each.state is not SleepState.AWAKE]
 
     def adopt(self, change: SleepSet) -> None:
         """Take over what the process that decides has told."""
         place, state = self.places.get(change.name), _STATES.get(change.reason)
-        if place is None or state is None or self._decides:
-            return
-        place.state, place.since = state, self._now()
-        place.wakes.mean_s, place.fault = change.wake_s, change.fault
-        self._tell(place)
+        if place is not None and state is not None and not self._decides:
+            place.state, place.since = state, self._now()
+            place.wakes.mean_s, place.fault = change.wake_s, change.fault
+            self._tell(place)
 
     def _pool_of(self, name: str) -> Callable[[], EnginePool]:
         def pool() -> EnginePool:
@@ -289,7 +287,7 @@ class Waker:
                     self._stays(place, USED, "others go on using it", True, now)
             if place.task is not None and not place.task.done():
                 continue
-            # What a process that ended has begun is begun again.
+            # A process that ended may have begun it: it is begun again.
             if place.state is SleepState.FALLING_ASLEEP:
                 place.task = asyncio.create_task(self._sleep(place), name=f"sleep-{place.name}")
             elif place.state is SleepState.WAKING:
