@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -296,3 +297,57 @@ def test_the_lower_end_of_a_share() -> None:
     assert lower_share(0.0, 10.0) == pytest.approx(0.0, abs=1e-12)
     assert lower_share(2.0, 2.0) == pytest.approx(2.0 / (2.0 + 1.28**2))
     assert 0.0 < lower_share(5.0, 10.0) < 0.5
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"single"}))
+@pytest.mark.parametrize("status", [400, 500])
+def test_one_that_never_answered_well_gets_one_request_a_second(policy: str, status: int) -> None:
+    """From the start two of three fail: what both lose counts, and so does what nobody else was asked for."""
+    scheduler = make_scheduler([spec(name) for name in "abc"], policy)
+    running: list[tuple[float, Lease]] = []
+    visits: dict[str, list[float]] = {"a": [], "b": [], "c": []}
+    for i in range(300):
+        now = i / 30
+        while running and running[0][0] <= now:
+            whole(scheduler, running[0][1], running.pop(0)[0])
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        while lease is not None and lease.instance != "c":
+            visits[lease.instance].append(now)
+            commands = scheduler.on_refused(lease, status, None, now)
+            if isinstance(commands[0], PassOn):
+                outcome = Outcome.UPSTREAM_REFUSED if status < 500 else Outcome.UPSTREAM_ERROR
+                scheduler.on_lease_ended(lease, outcome, now)
+                lease = None
+            else:
+                lease = dispatched(commands)
+        if lease is not None:
+            running.append((now + 0.4, lease))
+        scheduler.on_sweep({}, now)
+    for name in "ab":
+        later = visits[name][2:]
+        assert all(second - first >= PAUSE_S - 0.05 for first, second in pairwise(later)), visits[name]
+    check_scheduler(scheduler)
+
+
+def test_what_all_refuse_leaves_a_new_fleet_as_it_was() -> None:
+    scheduler = make_scheduler([spec(name) for name in "abc"], "rr")
+    lease: Lease | None = dispatched(scheduler.on_arrival(request(1), 0.0))
+    while lease is not None:
+        lease = refused(scheduler, lease, False, 0.0)
+    assert not any(each.evidence.wary(0.0) for each in scheduler.instances)
+
+
+def test_a_trial_that_begins_is_enough_where_nothing_was_lost() -> None:
+    """A refusal at the start does not hold an instance back until its first, long answer ends."""
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    lease = dispatched(scheduler.on_arrival(request(1), 0.0))
+    first = lease.instance
+    other = dispatched(scheduler.on_refused(lease, 400, None, 0.0))
+    assert evidence(scheduler, first).held(0.5)
+    trial = dispatched(scheduler.on_arrival(request(2), 1.5))
+    assert (trial.instance, bool(trial.trial)) == (first, True)
+    scheduler.on_first_token(trial, 2.0)
+    assert not evidence(scheduler, first).wary(2.0)
+    for each in (other, trial):
+        whole(scheduler, each, 60.0)
+    check_scheduler(scheduler)

@@ -80,7 +80,7 @@ class Failover:
     def lost_twice(self, instance: Instance, lease: Lease, known: Attempts, now: float) -> None:
         """Note that two instances lost a request. It may be at fault itself.
 
-        It counts only against an instance without other answers for a while.
+        It counts only against an instance without other answers for a while, or without any yet.
         """
         for each, before, status, _ in known.failures:
             if not is_refusal(status) and not each.evidence.answers.lost_as_elsewhere():
@@ -88,7 +88,16 @@ class Failover:
         known.failures.clear()
         if instance.evidence.answers.lost_as_elsewhere():
             self._fleet.account().lost(instance, lease, now)
+        elif instance.evidence.failed(now):
+            self._fleet.reindex(now)
         lease.judged = True
+
+    def refused_by_all(self, request: Request, known: Attempts, now: float) -> None:
+        """Note that all instances that were asked refuse a request: it is its client's mistake."""
+        self._fleet.account().kinds.asked_in_vain(request, now)
+        for each, _, _, _ in known.failures:
+            each.evidence.proven = each.evidence.proven or None
+        known.failures.clear()
 
     def answered_elsewhere(self, request: Request) -> None:
         """Count earlier refusals of a request after another instance answered it."""

@@ -176,7 +176,7 @@ class Scheduler:
         instance = self.ledger.leased[lease.key]
         if lease.incoming or lease.hold is not None:
             self._splits.first_token(lease, instance, now)
-        instance.evidence.ended(lease.id)
+        instance.evidence.begins(lease.id)
         if lease.request.features:
             instance.evidence.begun.update(lease.request.features)
         if lease.request.sequences and instance.token(now):
@@ -306,8 +306,9 @@ class Scheduler:
             fleet.reindex(now)
         elif refusal and fleet.account().kinds.refuses(request, instance.name, status, now):
             lease.judged = True  # it is known
-        tries = runs < (MOST_MOVES if refusal else 1) and retries.allowed(self.failover.slots_taken)
-        tries = tries and may_move and (not refusal or fleet.account().kinds.may_ask(request, now))
+        allowed = retries.allowed(self.failover.slots_taken)
+        tries = allowed and may_move and runs < (MOST_MOVES if refusal else 1)
+        tries = tries and (not refusal or fleet.account().kinds.may_ask(request, now))
         if tries and ready is not None:
             commands = self.failover.move(lease, ready, now, ran=False)
             if commands:
@@ -315,11 +316,16 @@ class Scheduler:
                     retries.attempts[request.id].failures.append((instance, lease, status, now))
                     if not refusal:
                         fleet.account().lost(instance, lease, now)
+                    elif evidence.failed(now):
+                        fleet.reindex(now)
                 return commands
-        if known is not None and known.failures:
+        if refusal and not allowed:  # another one may take it
+            lease.judged = True
+            if evidence.failed(now):
+                fleet.reindex(now)
+        elif known is not None and known.failures:
             if refusal:
-                fleet.account().kinds.asked_in_vain(request, now)
-                known.failures.clear()
+                self.failover.refused_by_all(request, known, now)
                 lease.judged = True
             else:
                 self.failover.lost_twice(instance, lease, known, now)

@@ -26,7 +26,8 @@ class Evidence:
     """Evidence about one incarnation of one instance, and its trials."""
 
     __slots__ = (
-        "_pause_s", "answers", "asked_until", "begun", "health", "next_trial_at", "room", "silence", "trial",
+        "_pause_s", "answers", "asked_until", "begun", "health", "next_trial_at", "proven", "room", "silence",
+        "trial",
     )  # fmt: skip
 
     def __init__(self, rng: random.Random, now: float, state: Health = Health.SUSPECT) -> None:
@@ -34,6 +35,8 @@ class Evidence:
         self.answers = Answers(now)
         self.silence = Silence(now)
         self.room = Room()
+        #: True once its process answered a request well, False if it failed or refused before.
+        self.proven: bool | None = None
         #: Features of requests that its process has begun to answer, as far as requests were read for them.
         self.begun: set[str] = set()
         #: Time before which it asked for no requests (`retry-after`).
@@ -48,7 +51,8 @@ class Evidence:
     def ended_well(self, now: float) -> bool:
         """Count an answer that ended well. Return True if it is evidence against a doubt."""
         self.silence.token_at = now
-        if not self.answers.ended_well():
+        failed, self.proven = self.proven is False, True
+        if not self.answers.ended_well() and not failed:
             return False
         self._begin_trials(now)
         return True
@@ -58,6 +62,14 @@ class Evidence:
         self.answers.ended_badly(seconds, client, session)
         self.ended(lease_id)
         self.next_trial_at = max(self.next_trial_at, now + self._pause_s)
+
+    def failed(self, now: float) -> bool:
+        """Note a failure or a refusal. Return True if trials alone follow: it has answered none well yet."""
+        if self.proven:
+            return False
+        self.next_trial_at = max(self.next_trial_at, now + self._pause_s)
+        known, self.proven = self.proven, False
+        return known is None
 
     def judge(self, others: Sequence[Evidence], now: float) -> bool:
         """Compare its lost answers with the others'. Return True if a doubt or an excess changed."""
@@ -92,6 +104,7 @@ class Evidence:
     def forget(self) -> None:
         """Forget the evidence: another process took the instance's place."""
         self.answers.forget()
+        self.proven = None
         self.begun.clear()
         self.silence.overdue_s = 0.0
         self.silence.stalled_since = self.silence.silent_since = None
@@ -108,12 +121,19 @@ class Evidence:
         if self.trial == lease_id:
             self.trial = 0
 
+    def begins(self, lease_id: int) -> None:
+        """Note that an answer has begun: of a trial that is enough where no answer was lost."""
+        if self.trial == lease_id:
+            self.trial, self.proven = 0, self.proven or None
+
     def standing(self, now: float) -> table.Restraint | None:
         """Return the restraint that allows trials alone, or nothing; None without one."""
         if self.silence.stalled_since is not None:
             return table.STALLED
         if self.answers.doubted:
             return table.DOUBTED
+        if self.proven is False:
+            return table.UNPROVEN
         return table.ASKED if now < self.asked_until else None
 
     def held(self, now: float) -> bool:
@@ -165,6 +185,8 @@ class Evidence:
             return self.silence.told(now)
         if standing is table.DOUBTED:
             return f"{table.DOUBTED.name}: {self.answers.told} answers failed, more than elsewhere"
+        if standing is table.UNPROVEN:
+            return f"{table.UNPROVEN.name}: it has answered nothing well yet"
         return "" if standing is None else f"it asked to come again in {self.asked_until - now:.3g} s"
 
     def less(self, max_num_seqs: int, now: float) -> str:

@@ -43,6 +43,8 @@ class Losses:
             if each:
                 self.clients.lost(each, instance.incarnation)
         instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
+        if instance.evidence.failed(now):
+            self._fleet.reindex(now)
         self.kinds.avoid(request, instance.name, now)
         self.judge(instance, now)
 

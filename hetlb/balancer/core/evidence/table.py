@@ -138,6 +138,12 @@ DOUBTED: Final = Restraint(
     f"{FORGIVING_ANSWERS} answers in a row end well; each lost answer within {RELAPSE_S:g} s begins it again,"
     f" and twice as many must end well, up to {MOST_FORGIVING_ANSWERS}",
 )
+UNPROVEN: Final = Restraint(
+    "unproven",
+    "its process fails or refuses a request before it has answered any well",
+    _TRIALS,
+    "a trial's answer begins; or every instance that was asked refuses that request",
+)
 ASKED: Final = Restraint(
     "asked for time",
     "429 or 503 with a time to come again, while nothing else ran there",
@@ -158,4 +164,4 @@ FULL: Final = Restraint(
     f"after the time it asked for or {LIMIT_S:g} s, one more is tried, then more",
 )
 #: The strictest first.
-RESTRAINTS: Final = (STALLED, DOUBTED, ASKED, SLOW_START, FULL)
+RESTRAINTS: Final = (STALLED, DOUBTED, UNPROVEN, ASKED, SLOW_START, FULL)
