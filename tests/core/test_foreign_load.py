@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.admin.rare_causes import of_processes
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, EngineSample, Outcome
@@ -84,17 +83,3 @@ def test_steps_beside_others_are_no_slow_ones() -> None:
         end = now + lease.forecast_first_s + 49 * lease.forecast_step_s
         scheduler.on_lease_ended(lease, Outcome.OK, end)
     assert a.speed.shown == pytest.approx(1.0, rel=0.1)
-
-
-def counted(scheduler: Scheduler, name: str, generated: int, now: float) -> None:
-    scheduler.on_scrape(name, EngineSample(0, 0, 0.0, generated=generated, began=1e9), now)
-
-
-@pytest.mark.parametrize("same", [True, False])
-def test_two_names_of_one_process_have_the_same_counts(same: bool) -> None:
-    """Two servers of one script may begin in the same tick: their counts differ once they work."""
-    scheduler = make_scheduler([spec(name, capacity=CAPACITY) for name in "ab"], "hetlb")
-    for second in range(6):
-        counted(scheduler, "a", 100 * second, float(second))
-        counted(scheduler, "b", 100 * second + (0 if same or not second else 3), second + 0.5)
-    assert [each.cause for each in of_processes(scheduler.instances)] == (["one_process"] if same else [])

@@ -20,6 +20,7 @@ from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSp
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.evidence.losses import Losses
+    from hetlb.balancer.core.twins import Twins
 
 #: Seconds that the name of a model outlives its last instance, and most such names.
 _PROMISE_S: Final = 3600.0
@@ -60,6 +61,8 @@ class FleetState:
         self.losses: Losses | None = None
         #: Instance that was seen last with a process of this start.
         self._processes: dict[float, Instance] = {}
+        #: Comparison of instances of one start, None without any.
+        self._twins: Twins | None = None
         #: Instances that publish KV events.
         self.publishers: list[Instance] = []
         for spec in setup.specs:
@@ -128,8 +131,7 @@ class FleetState:
         self.outlives(instance.models, now)
         if self.losses is not None:
             self.losses.kinds.forget(instance.name)
-        if instance.began is not None:
-            self._processes.pop(instance.began, None)
+        self._forget_process(instance)
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
@@ -184,11 +186,13 @@ class FleetState:
         other = self._processes.get(began)
         self._processes[began] = instance
         if known != began:
-            instance.twin, instance.twin_count = "", 0
-            if known is not None:
-                self._processes.pop(known, None)
+            self._forget_process(instance)
         elif other is not None and other is not instance:
-            instance.meets(other)
+            if self._twins is None:
+                from hetlb.balancer.core.twins import Twins
+
+                self._twins = Twins()
+            self._twins.scraped(instance, list(self.instances.values()), now)
         if known is None or began > known:
             instance.began = began
         if known is None or began <= known:  # an earlier start is another server's at its address
@@ -197,6 +201,14 @@ class FleetState:
             return False
         self.restarted(instance, now)
         return True
+
+    def _forget_process(self, instance: Instance) -> None:
+        """Forget which process an instance was."""
+        if instance.began is not None:
+            self._processes.pop(instance.began, None)
+        if self._twins is not None:
+            self._twins.forget(instance)
+        instance.twin = ""
 
     def end_slow_starts(self, model: str) -> bool:
         """Let no instance of a model with waiting requests start slowly. Return True if one did."""

@@ -62,7 +62,7 @@ class Instance(InstanceLedger):
     __slots__ = (
         "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors",
         "evidence", "leads_back", "leaves_at", "pageless", "sample", "sample_mark", "served", "sleep",
-        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step", "twin", "twin_count",
+        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step", "twin",
     )  # fmt: skip
 
     def __init__(
@@ -86,8 +86,8 @@ class Instance(InstanceLedger):
         self.began: float | None = None
         #: True if it has no page of metrics.
         self.pageless = False
-        #: Name of an instance that is the same process, "" for none; and tokens so far when both had as many.
-        self.twin, self.twin_count = "", 0
+        #: Name of an instance that is the same process, "" for none.
+        self.twin = ""
         #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
         #: Its last sleep or wake, and the time of that.
@@ -217,19 +217,6 @@ class Instance(InstanceLedger):
         if self.capacity.max_num_seqs is not None:
             return
         self._learn_slots(sample, now)
-
-    def meets(self, other: Instance) -> None:
-        """Compare its count of tokens with another instance's: twice the same count shows one process.
-
-        Both processes must have begun at the same tick.
-        """
-        if self.sample is None or other.sample is None or other.removed:
-            return
-        count = self.sample.generated
-        if count and count == other.sample.generated:
-            if self.twin_count and self.twin_count != count:
-                self.twin = other.name
-            self.twin_count = count
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""

@@ -64,8 +64,8 @@ class InstanceLedger:
 
     __slots__ = (
         "_begun_sequences", "_begun_steps", "_first_tokens", "_loads", "_occupancy", "_reading", "_steps",
-        "_steps_per_s", "adapters", "blocks", "booked", "capacity", "changes", "engine", "engines",
-        "explored", "finished_kv_tokens", "finished_sequences", "foreign", "groups", "held_tokens",
+        "_steps_per_s", "adapters", "answered_tokens", "blocks", "booked", "capacity", "changes", "engine",
+        "engines", "explored", "finished_kv_tokens", "finished_sequences", "foreign", "groups", "held_tokens",
         "in_flight", "incarnation", "incoming", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
         "kv_prompt_tokens", "kv_tokens", "latency", "leases", "longest_request_tokens", "max_num_seqs",
         "most_begun", "name", "nominal", "parameters", "parameters_version", "pending_prompt_tokens",
@@ -153,6 +153,8 @@ class InstanceLedger:
         self._begun_sequences = 0
         #: Most sequences that were seen to decode at once, and leases so far.
         self.most_begun = self.booked = 0
+        #: Tokens of all answers that have ended.
+        self.answered_tokens = 0
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored, self._first_tokens = spec.latency is not None, 0
         #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
@@ -443,6 +445,7 @@ class InstanceLedger:
             lease.incoming = False
         lease.ended = True
         self._occupancy = None
+        self.answered_tokens += lease.output_tokens
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
         self.kv_prompt_tokens -= lease.kv_prompt_tokens

@@ -605,6 +605,8 @@ class EngineSample(PickleByFields):
     #: Tokens computed since it started: of prompts and answers; of answers alone.
     generated: int | None = None
     answered: int | None = None
+    #: CPU seconds of the server's process.
+    cpu_s: float | None = None
     #: Read while nothing else tells its speed.
     history: EngineHistory | None = None
     #: Seconds since it was asked for: what happened since may not be counted.

@@ -56,12 +56,14 @@ _MAX_ENGINES: Final = 4096
 #: Maximum number of requests or tokens on one server: more is nonsense.
 _MAX_COUNT: Final = 1 << 40
 _BEGAN: Final = "process_start_time_seconds"
+_CPU: Final = "process_cpu_seconds_total"
 _NAMES: Final = frozenset(
     name.partition("{")[0]
     for name in (
         *(name for table in TABLES for name in table.figures),
         *(name for names in (*_VLLM_ALONE, *_COUNTERS) for name in names),
         _BEGAN,
+        _CPU,
     )
 )
 
@@ -196,12 +198,13 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
         max(usage.values(), default=None),
         _asleep(series),
         adapters,
-        _began(series),
+        _of_process(series, _BEGAN),
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
         generated=_sum(series, table, table.tokens, invalid),
         answered=_sum(series, table, table.tokens[:1], invalid),
+        cpu_s=_of_process(series, _CPU),
     )
 
 
@@ -243,10 +246,10 @@ def _caches_prefixes(series: Series) -> bool | None:
     return next((each for each in told if each is not None), None)
 
 
-def _began(series: Series) -> float | None:
-    """Return the start time of the server's process (Unix time, s), None where its page does not say."""
-    began = next(iter(series.get(_BEGAN, {}).values()), math.nan)
-    return began if math.isfinite(began) else None
+def _of_process(series: Series, name: str) -> float | None:
+    """Return a figure of the server's process in seconds, None where its page does not say."""
+    found = next(iter(series.get(name, {}).values()), math.nan)
+    return found if math.isfinite(found) else None
 
 
 def _find(series: Series, names: Iterable[str]) -> tuple[str, dict[str, float]]:

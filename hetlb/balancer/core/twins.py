@@ -1,0 +1,136 @@
+"""Two names of one process: its counts of tokens grow by what hetlb's answers at both names had.
+
+Servers of one script may begin at the same tick of the clock, so an equal start is no proof. One process says
+at either name at least what it said before at the other and little more, of tokens and of CPU seconds; and it
+computed about as many tokens as the answers of both names had. Two servers with equal load computed half of
+that, each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.instance import Instance
+
+#: Least number of answers in a stretch of time that is compared, and the same as a multiple of the running.
+_LEAST_ANSWERS: Final = 10
+_ANSWERS_PER_RUNNING: Final = 2
+#: Ratio of tokens computed to tokens of answers in a stretch: least and most of one process.
+_LEAST_RATIO: Final = 0.75
+_MOST_RATIO: Final = 1.33
+#: Stretches that agree, but for as many others, and scrapes in a row that fit one process: then it is one.
+_SURE: Final = 3
+_SURE_SCRAPES: Final = 6
+#: Most seconds between two scrapes of which the later may not have much more.
+_NEAR_S: Final = 0.6
+#: Tokens of each running answer, CPU seconds, and multiple of the recent growth of either, by which a figure
+#: may exceed the other name's of shortly before.
+_MOST_STEPS: Final = 2.0
+_MOST_CPU_S: Final = 0.05
+_MOST_GROWTH: Final = 1.5
+
+
+@mypyc_attr(acyclic=True)
+class Scraped:
+    """One scrape: time, tokens of answers, CPU seconds, running requests."""
+
+    __slots__ = ("answered", "at", "cpu_s", "running")
+
+    def __init__(self, at: float, answered: int, cpu_s: float, running: int) -> None:
+        self.at, self.answered, self.cpu_s, self.running = at, answered, cpu_s, running
+
+
+@mypyc_attr(acyclic=True)
+class Pair:
+    """Comparison of two instances whose processes began at the same tick."""
+
+    __slots__ = ("_answers", "_computed", "_sent", "agree", "fitting", "last", "sure")
+
+    def __init__(self) -> None:
+        #: Last scrape of each, by incarnation.
+        self.last: dict[int, Scraped] = {}
+        #: Begin of the stretch: answers, their tokens, and tokens computed; below 0: there is none.
+        self._answers = self._sent = 0
+        self._computed = -1
+        #: Stretches that agree, fewer by those that do not; scrapes in a row that fit; True once both are
+        #: enough.
+        self.agree = self.fitting = 0
+        self.sure = False
+
+    def scraped(self, one: Instance, other: Instance, *, first: bool, now: float) -> None:
+        """Compare after a scrape of `one`; a stretch goes from a scrape of the `first` to a later one."""
+        sample = one.sample
+        if sample is None or sample.answered is None or sample.cpu_s is None:
+            return
+        found = Scraped(now, sample.answered, sample.cpu_s, sample.running or 0)
+        before, there = self.last.get(one.incarnation), self.last.get(other.incarnation)
+        self.last[one.incarnation] = found
+        if before is not None and there is not None and there.at <= now - sample.age_s:
+            if not _fits(found, before, there):
+                self.agree = self.fitting = 0
+                self.sure, self._computed = False, -1
+                return
+            self.fitting += now - there.at <= _NEAR_S
+        if first:
+            self._compare(found.answered, one, other)
+
+    def _compare(self, computed: int, one: Instance, other: Instance) -> None:
+        sent = one.answered_tokens + other.answered_tokens
+        answers = one.booked - one.in_flight + other.booked - other.in_flight
+        if self._computed >= 0:
+            ended, tokens = answers - self._answers, sent - self._sent
+            running = one.sequences + other.sequences
+            if tokens <= 0 or ended < max(_LEAST_ANSWERS, _ANSWERS_PER_RUNNING * running):
+                return
+            fits = _LEAST_RATIO <= (computed - self._computed) / tokens <= _MOST_RATIO
+            self.agree = max(0, min(_SURE, self.agree + (1 if fits else -1)))
+            if self.agree in (0, _SURE):
+                self.sure = self.agree == _SURE and self.fitting >= _SURE_SCRAPES
+        self._answers, self._sent, self._computed = answers, sent, computed
+
+
+def _fits(found: Scraped, before: Scraped, there: Scraped) -> bool:
+    """Return True if figures can be the ones that the other name said before, a little later."""
+    tokens, cpu_s = found.answered - there.answered, found.cpu_s - there.cpu_s
+    if tokens < 0 or cpu_s < 0.0:
+        return False
+    later_s = found.at - there.at
+    if later_s > _NEAR_S:
+        return True
+    growth = _MOST_GROWTH * later_s / max(1e-3, found.at - before.at)
+    most = _MOST_STEPS * max(found.running, there.running, 1) + growth * (found.answered - before.answered)
+    return tokens <= most and cpu_s <= _MOST_CPU_S + growth * (found.cpu_s - before.cpu_s)
+
+
+class Twins:
+    """Pairs of instances whose processes began at the same tick, by incarnations, the older first."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[int, int], Pair] = {}
+
+    def scraped(self, instance: Instance, among: Sequence[Instance], now: float) -> None:
+        """Compare an instance after a scrape with the others that began at the same tick."""
+        for other in among:
+            if other is not instance and other.began == instance.began:
+                self._compare(instance, other, now)
+
+    def _compare(self, instance: Instance, other: Instance, now: float) -> None:
+        first = instance.incarnation < other.incarnation
+        older, newer = (instance, other) if first else (other, instance)
+        key = older.incarnation, newer.incarnation
+        pair = self.pairs.get(key)
+        if pair is None:
+            pair = self.pairs[key] = Pair()
+        pair.scraped(instance, other, first=first, now=now)
+        if pair.sure:
+            newer.twin = older.name
+        elif newer.twin == older.name:
+            newer.twin = ""
+
+    def forget(self, instance: Instance) -> None:
+        """Forget an instance: its process is another one, or it has left."""
+        for key in [each for each in self.pairs if instance.incarnation in each]:
+            del self.pairs[key]
