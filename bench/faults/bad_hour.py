@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
+import itertools
 import json
 import math
 import os
@@ -35,6 +37,7 @@ vllm:generation_tokens_total{engine="0"} %d
 vllm:prompt_tokens_total{engine="0"} %d
 vllm:cache_config_info{block_size="16",num_gpu_blocks="8000",engine="0"} 1
 process_start_time_seconds %.2f
+process_cpu_seconds_total %.2f
 """
 PROFILE = {
     "version": 1,
@@ -57,8 +60,9 @@ def _whole(text: Any, finish: str = "stop", tokens: int = TOKENS, model: str = "
 
 
 DONE = b"data: [DONE]\n\n"
-#: A pause of one token in the bytes of a wrong answer.
+#: A pause of one token, and a closed connection behind it, in the bytes of a wrong answer.
 PAUSE = b"<pause>"
+CLOSE = b"<close>"
 ROLE = _event("", role="assistant")
 _NONE = json.dumps({"id": "c", "model": "m", "choices": []}).encode()
 #: Wrong answers by name: events of a stream (None: the body instead), and the body of a plain one.
@@ -99,6 +103,9 @@ WRONG: dict[str, tuple[list[bytes] | None, bytes]] = {
 }
 
 
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -127,6 +134,7 @@ class Server:
     tokens: int = 0
     port: int = 0
     began: float = field(default_factory=lambda: time.time() - 1000.0 * random.random())
+    started_s: float = field(default_factory=lambda: 10.0 * random.random())
     closes: bool = False
     #: Seconds for which it stands still at its first request with `logprobs`, and whether it did.
     compiles: float = 0.0
@@ -140,6 +148,14 @@ class Server:
         self._works.set()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port or None, limit=1 << 26)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of its process so far: no two starts take the same time."""
+        return 30.0 + self.started_s + 0.1 * time.monotonic() + 1e-3 * self.tokens
+
+    def hangs(self) -> None:
+        """Answer no request from now on."""
+        self._works.clear()
 
     async def stop(self) -> None:
         """Close the listener and all connections."""
@@ -175,10 +191,12 @@ class Server:
         if wrong == b"close":
             return False
         if wrong is not None:
-            for part in wrong.split(PAUSE):
+            for part in wrong.removesuffix(CLOSE).split(PAUSE):
                 writer.write(part)
                 await asyncio.sleep(self.pace_s)
-            return True
+                if writer.is_closing():
+                    return False
+            return not wrong.endswith(CLOSE)
         self.running += 1
         try:
             await self._good(fields, writer)
@@ -193,7 +211,15 @@ class Server:
             return _plain(200, b'{"data":[{"id":"m","max_model_len":32768}]}')
         if path == b"/metrics" and self.metrics:
             running, waiting, kv = self.foreign
-            page = PAGE % (self.running + running, waiting, kv, self.tokens, self.tokens, self.began)
+            page = PAGE % (
+                self.running + running,
+                waiting,
+                kv,
+                self.tokens,
+                self.tokens,
+                self.began,
+                self.cpu_s(),
+            )
             return _plain(200, page.encode())
         return _plain(404, b"{}")
 
@@ -211,9 +237,7 @@ class Server:
             self.tokens += count
             writer.write(_plain(200, _whole("word " * count, "length", count)))
             return
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        writer.write(STREAM_HEAD)
         writer.write(_chunk(ROLE))
         for i in range(count):
             await asyncio.sleep(self.pace_s * crowd)
@@ -341,14 +365,19 @@ class Seen:
 
 
 async def load(
-    proxy: Proxy, rate: float, seconds: float, fields: Callable[[int], Fields], lines: bytes = b""
+    proxy: Proxy,
+    rate: float,
+    seconds: float,
+    fields: Callable[[int], Fields],
+    lines: bytes = b"",
+    timeout_s: float = 30.0,
 ) -> Seen:
     """Send requests at a rate, evenly spaced."""
     seen, began = Seen(), time.monotonic()
 
     async def one(number: int) -> None:
         at = time.monotonic()
-        good, name, status = await proxy.ask(fields(number), lines)
+        good, name, status = await proxy.ask(fields(number), lines, timeout_s)
         seen.rows.append((at - began, good, name, time.monotonic() - at, status))
 
     async with asyncio.TaskGroup() as group:
@@ -404,10 +433,10 @@ async def fails(bench: Bench, share: float, how: str) -> None:
         "empty": _plain(200, b""),
         "redirect": _plain(307, b"", b"location: http://127.0.0.1:1/\r\n"),
         "408": _error(408),
-        "event": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        "event": STREAM_HEAD
         + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
         + b"0\r\n\r\n",
-        "mid": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        "mid": STREAM_HEAD
         + _chunk(ROLE + _event("w"))
         + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
         + b"0\r\n\r\n",
@@ -434,8 +463,7 @@ async def wrong(bench: Bench, name: str) -> None:
     def bad(fields: Fields, _: bytes) -> bytes:
         if events is None or not fields.get("stream"):
             return _plain(200, body)
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        return head + b"".join(_chunk(each) for each in events) + b"0\r\n\r\n"
+        return STREAM_HEAD + b"".join(_chunk(each) for each in events) + b"0\r\n\r\n"
 
     servers = bench.servers(bad=bad)
     async with await _with(servers, bench) as proxy:
@@ -479,6 +507,21 @@ async def refuses_kind(bench: Bench, name: str) -> None:
             {"stream": False},
             2,
         ),
+        "whole-400": (
+            lambda fields, _: _error(400) if not fields.get("stream") else None,
+            {"stream": False},
+            2,
+        ),
+        "stream": (
+            lambda fields, _: _error(500) if fields.get("stream") else None,
+            {"stream": True},
+            2,
+        ),
+        "stream-400": (
+            lambda fields, _: _error(400) if fields.get("stream") else None,
+            {"stream": True},
+            2,
+        ),
         "schema": (
             lambda fields, _: _error(400) if "response_format" in fields else None,
             {"response_format": {"type": "json_object"}},
@@ -503,7 +546,10 @@ async def refuses_kind(bench: Bench, name: str) -> None:
     bad, own, bound = kinds[name]
     servers = bench.servers(bad=bad)
     async with await _with(servers, bench) as proxy:
-        seen = await load(proxy, 8.0, 15.0, lambda number: bench.fields(**(own if number % 3 == 2 else {})))
+        usual = {"stream": False} if name.startswith("stream") else {}
+        seen = await load(
+            proxy, 8.0, 15.0, lambda number: bench.fields(**(own if number % 3 == 2 else usual))
+        )
         status = await proxy.status()
     await _stopped(servers)
     text = f"{seen.lost()} of 40 lost, {100 * seen.share('a', 5.0):.0f} % of all at a"
@@ -547,9 +593,7 @@ async def poisoned(bench: Bench, how: str) -> None:
     """One client's requests fail on every server: the others' rate."""
     kinds = {"close": b"close", "500": _error(500), "event": b""}
     kinds["event"] = (
-        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        + _chunk(ROLE + b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
-        + b"0\r\n\r\n"
+        STREAM_HEAD + _chunk(ROLE + b'data: {"error":{"message":"no","code":500}}\n\n' + DONE) + b"0\r\n\r\n"
     )
     rates = []
     for with_poison in (False, True):
@@ -740,14 +784,252 @@ async def twins(bench: Bench) -> None:
     await servers[0].start()
     began, named = time.monotonic(), 0.0
     async with await _with([servers[0], *servers], bench) as proxy:
-        running = asyncio.create_task(load(proxy, 10.0, 12.0, lambda number: bench.fields()))
+        running = asyncio.create_task(load(proxy, 10.0, 60.0, lambda number: bench.fields()))
         while not running.done():
             status = await proxy.status()
             if not named and any(each["cause"] == "one_process" for each in status["causes"]):
                 named = time.monotonic() - began
             await asyncio.sleep(0.2)
     await _stopped(servers)
-    bench.verdict("two names", 0.0 < named <= 6.0, f"named after {named:.1f} s from the start", status)
+    bench.verdict("two names", 0.0 < named <= 45.0, f"named after {named:.1f} s from the start", status)
+
+
+async def _sampled(proxy: Proxy, running: asyncio.Task[Any], each: Callable[[float, Fields], None]) -> None:
+    """Hand the seconds from now on and the status to `each`, ten times a second, while a load runs."""
+    began = time.monotonic()
+    while not running.done():
+        status = await proxy.status()
+        each(time.monotonic() - began, status)
+        await asyncio.sleep(0.1)
+
+
+async def recovers(bench: Bench) -> None:
+    """Row 11: every answer of the fast server fails for 10 s, then none does."""
+    servers, well_s, ill_s = bench.servers(), 8.0, 10.0
+    percents: list[int] = []
+    last_at = 0.0
+
+    def look(now: float, status: Fields) -> None:
+        nonlocal last_at
+        servers[0].bad = (lambda fields, body: _error(500)) if well_s <= now < well_s + ill_s else None
+        for cause in status["causes"]:
+            if cause["instance"] == "a":
+                last_at = now
+                found = re.search(r"(\d+) %", cause["sentence"])
+                if found and well_s + 2.0 <= now < well_s + ill_s:
+                    percents.append(int(found[1]))
+
+    async with await _with(servers, bench) as proxy:
+        running = asyncio.create_task(load(proxy, 10.0, well_s + ill_s + 25.0, lambda n: bench.fields()))
+        await _sampled(proxy, running, look)
+        rows = (await running).rows
+        log = (proxy.folder / "log").read_text()
+    await _stopped(servers)
+    healed = well_s + ill_s
+    good = sorted(row[0] + row[3] - healed for row in rows if row[1] and row[2] == "a" and row[0] > healed)
+    third_s, clear_s = good[2] if len(good) > 2 else math.inf, last_at - healed
+    over = log.count("event=cause_over ")
+    text = f"third good answer after {third_s:.1f} s, clear after {clear_s:.1f} s, {over} ends told"
+    text += f"; said {min(percents)} to {max(percents)} %" if percents else ""
+    kept = clear_s <= min(10.0, third_s + 2.0) and over > 0 and min(percents, default=100) >= 50
+    bench.verdict("recovers", kept, text)
+
+
+async def figures(bench: Bench, share: float) -> None:
+    """Row 11: state, load and capacity while servers of four slots have a share of what they can do."""
+    servers = [Server(0.05) for _ in range(bench.count)]
+    full = 4.0 * bench.count / (TOKENS * 0.05 * 1.08)
+    begins_s, states, seen = 20.0, set[str](), list[tuple[float, float, float]]()
+
+    def look(now: float, status: Fields) -> None:
+        model = status["models"][0]
+        if now >= begins_s and model["capacity_req_s"]:
+            states.add(status["state"])
+            seen.append((now, model["load"], model["capacity_req_s"]))
+
+    async with await _with(servers, bench, each=", max_num_seqs: 4") as proxy:
+        seconds = max(40.0, bench.seconds)
+        running = asyncio.create_task(load(proxy, share * full, seconds, lambda number: bench.fields()))
+        await _sampled(proxy, running, look)
+        status = await proxy.status()
+    await _stopped(servers)
+    loads = [each[1] for each in seen]
+    steps = [b[2] / a[2] for a, b in itertools.pairwise(seen)]
+    jump = max([max(step, 1.0 / step) for step in steps], default=math.inf)
+    text = f"load {100 * min(loads):.0f} to {100 * max(loads):.0f} %, capacity {min(e[2] for e in seen):.1f} "
+    text += f"to {max(e[2] for e in seen):.1f}/s, largest step {jump:.2f} x, states {sorted(states)}"
+    kept = jump < 1.33 and (share >= 0.8 or states == {"well"}) and (share > 1.0 or max(loads) <= 1.0)
+    bench.verdict(f"figures at {100 * share:.0f} %", kept, text, status)
+
+
+async def lone_failures(bench: Bench) -> None:
+    """The second server fails three answers at little traffic: how long is the fleet degraded?"""
+    servers = [Server() for _ in range(bench.count)]
+    left = 3
+
+    def bad(fields: Fields, body: bytes) -> bytes | None:
+        nonlocal left
+        left -= 1
+        return _error(500) if left >= 0 and began is not None else None
+
+    began: float | None = None
+    last_at, said = 0.0, ""
+
+    def look(now: float, status: Fields) -> None:
+        nonlocal began, last_at, said
+        if now >= 20.0 and began is None:
+            began = now
+            servers[1].bad = bad
+        if began is not None and status["causes"]:
+            last_at, said = now, status["causes"][0]["sentence"]
+
+    async with await _with(servers, bench) as proxy:
+        running = asyncio.create_task(load(proxy, 1.0, 120.0, lambda number: bench.fields()))
+        await _sampled(proxy, running, look)
+    await _stopped(servers)
+    told_s = max(0.0, last_at - (began or 0.0))
+    bench.verdict("lone failures", told_s <= 30.0, f"named for {told_s:.0f} s, at last: {said}")
+
+
+async def cold(bench: Bench, how: str) -> None:
+    """All servers but the last hang, or fail, from the first request on; clients wait for 10 s."""
+    answers = {"500": _error(500), "400": _error(400), "close": b"close", "hang": None}
+    servers = bench.servers(bad=lambda fields, body: answers[how])
+    for each in servers[1:-1]:
+        each.bad = servers[0].bad
+    async with await _with(servers, bench) as proxy:
+        if how == "hang":
+            for each in servers[:-1]:
+                each.hangs()
+        seen = await load(proxy, 15.0, bench.seconds, lambda number: bench.fields(), timeout_s=10.0)
+        status = await proxy.status()
+    await _stopped(servers)
+    visits = [each.posts for each in servers[:-1]]
+    text = f"{seen.lost()} of {len(seen.rows)} lost, visits {visits}"
+    bench.verdict(f"cold, all but one {how}", seen.lost() <= 0.03 * len(seen.rows), text, status)
+
+
+def _whole_stream(texts: list[str], pause: bytes = PAUSE, finish: str = "length") -> bytes:
+    """Return a stream of a text each pause, without the end of its last chunk."""
+    events = [_chunk(_event(each)) for each in texts]
+    return pause.join([STREAM_HEAD + _chunk(ROLE), *events, _chunk(_event("", finish) + DONE) + b"0\r\n\r\n"])
+
+
+def _others(bench: Bench) -> dict[str, Callable[[random.Random, Server, int], bytes | None]]:
+    """Return what the fast server answers, by name of a situation; None for a good answer."""
+    words = [f"w{i} " for i in range(TOKENS)]
+    plain = bench.plain
+
+    def freezes(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Three of ten answers stop after some of their text, and the connection stays."""
+        if rng.random() >= 0.3:
+            return None
+        text = STREAM_HEAD + _chunk(ROLE) + b"".join(_chunk(_event(each)) for each in words[:6])
+        return (_plain(200, _whole("word " * TOKENS))[:150] if plain else text) + PAUSE * 3000
+
+    def reused(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It closes each connection right after an answer, and does not say so."""
+        whole = _plain(200, _whole("word " * TOKENS, "length")) if plain else _whole_stream(words)
+        return whole + CLOSE
+
+    def usage(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It counts a billion tokens for each answer."""
+        if plain:
+            return PAUSE * TOKENS + _plain(200, _whole("word " * TOKENS, "length", 10**9))
+        counted = b'data: {"id":"c","model":"m","choices":[],"usage":{"prompt_tokens":9,'
+        counted += b'"completion_tokens":1000000000,"total_tokens":1000000009}}\n\n'
+        whole = _whole_stream(words)
+        return whole.replace(
+            _chunk(_event("", "length") + DONE), _chunk(_event("", "length") + counted + DONE)
+        )
+
+    def late(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Three of ten answers are a 500 after 2 s."""
+        return PAUSE * int(2.0 / server.pace_s) + _error(500) if rng.random() < 0.3 else None
+
+    def blips(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It fails everything for 1 s of each 8 s."""
+        return _error(500) if time.monotonic() % 8.0 < 1.0 else None
+
+    def packed(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It answers in gzip, which no client asked for, three of ten times."""
+        body = gzip.compress(_whole("word " * TOKENS))
+        return _plain(200, body, b"content-encoding: gzip\r\n") if rng.random() < 0.3 else None
+
+    def loops(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It says one word again and again."""
+        return (
+            _plain(200, _whole("the " * TOKENS)) if plain else _whole_stream(["the "] * TOKENS, b"", "stop")
+        )
+
+    def begins_anew(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Its page names another start of its process each time, and it fails half of all."""
+        server.began += 1.0
+        return _error(500) if rng.random() < 0.5 else None
+
+    def short(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It stops after a fifth of the text that others give."""
+        few = words[: TOKENS // 5]
+        whole = _whole("".join(few), tokens=len(few))
+        return PAUSE * len(few) + _plain(200, whole) if plain else _whole_stream(few, PAUSE, "stop")
+
+    def conflicts(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It answers 409, 418, 425 or 508, statuses without a meaning here, four of ten times."""
+        return _error(rng.choice((409, 418, 425, 508))) if rng.random() < 0.4 else None
+
+    return {
+        "freezes": freezes, "closes-reused": reused, "counts-a-billion": usage, "fails-late": late,
+        "blips": blips, "packs": packed, "loops": loops, "begins-anew": begins_anew, "stops-early": short,
+        "odd-statuses": conflicts,
+    }  # fmt: skip
+
+
+async def another(bench: Bench, name: str) -> None:
+    """A situation that no table names: what is lost, and how long answers take after 10 s."""
+    rng, numbers, servers = random.Random(1), itertools.count(), bench.servers()
+    does = _others(bench)[name]
+    servers[0].bad = lambda fields, body: does(rng, servers[0], next(numbers))
+    named: list[tuple[float, str]] = []
+
+    def look(now: float, status: Fields) -> None:
+        named.extend((now, each["sentence"]) for each in status["causes"] if each["instance"] == "a")
+
+    async with await _with(servers, bench) as proxy:
+        running = asyncio.create_task(
+            load(proxy, 10.0, bench.seconds, lambda number: bench.fields(), timeout_s=25.0)
+        )
+        await _sampled(proxy, running, look)
+        seen, status = await running, await proxy.status()
+    await _stopped(servers)
+    lost, mean_s, usual_s = seen.lost(), seen.mean_s(10.0), TOKENS * PACE_S * 1.04
+    text = f"{lost} of {len(seen.rows)} lost, {100 * seen.share('a', 10.0):.0f} % at a, "
+    text += f"mean E2E {mean_s:.2f} s, {mean_s / usual_s:.2f} x of a good one's, "
+    text += f"named after {named[0][0]:.1f} s: {named[0][1]}" if named else "not named"
+    kept = lost <= 0.03 * len(seen.rows) and mean_s <= 1.3 * usual_s
+    bench.verdict(name, kept, text, status)
+
+
+async def alike(bench: Bench) -> None:
+    """Row 8: two servers of one script began at the same tick, and have equal load: they are two."""
+    servers = [Server() for _ in range(2)]
+    servers[1].began = servers[0].began
+    async with await _with(servers, bench) as proxy, await _with(servers, bench) as second:
+        running = asyncio.gather(
+            *[
+                load(each, 8.0, max(60.0, bench.seconds), lambda number: bench.fields())
+                for each in (proxy, second)
+            ]
+        )
+        named = 0
+        while not running.done():
+            for each in (proxy, second):
+                named += any(cause["cause"] == "one_process" for cause in (await each.status())["causes"])
+            await asyncio.sleep(0.5)
+        shares = [seen.share("a", 0.0) for seen in await running]
+    await _stopped(servers)
+    bench.verdict(
+        "two alike", not named, f"named {named} times, shares of a {shares[0]:.2f}, {shares[1]:.2f}"
+    )
 
 
 def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -771,13 +1053,25 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "locks": lambda: changes(bench, "another key", "key_refused", _locked, 15.0),
         "locked": lambda: locked(bench),
         "twins": lambda: twins(bench),
+        "cold-500": lambda: cold(bench, "500"),
+        "cold-400": lambda: cold(bench, "400"),
+        "cold-close": lambda: cold(bench, "close"),
+        "cold-hang": lambda: cold(bench, "hang"),
+        "alike": lambda: alike(bench),
+        "recovers": lambda: recovers(bench),
+        "figures-50": lambda: figures(bench, 0.5),
+        "figures-90": lambda: figures(bench, 0.9),
+        "figures-120": lambda: figures(bench, 1.2),
+        "lone-failures": lambda: lone_failures(bench),
         "closes": lambda: closes(bench, 1.25),
         "closes-20": lambda: closes(bench, 20.0),
     }
-    for name in ("tools", "size", "schema", "image", "long", "whole"):
+    for name in ("tools", "size", "schema", "image", "long", "whole", "stream", "stream-400", "whole-400"):
         found[f"kind-{name}"] = lambda name=name: refuses_kind(bench, name)  # type: ignore[misc]
     for name in WRONG:
         found[f"wrong-{name.replace(' ', '-')}"] = lambda name=name: wrong(bench, name)  # type: ignore[misc]
+    for name in _others(bench):
+        found[f"other-{name}"] = lambda name=name: another(bench, name)  # type: ignore[misc]
     for name in ("close", "500", "event"):
         found[f"poison-{name}"] = lambda name=name: poisoned(bench, name)  # type: ignore[misc]
     return found
