@@ -62,6 +62,8 @@ from hetlb.tools.stage.stages_file import StagesFile
 ROOT = Path(__file__).parents[2]
 #: Readers of what others write (`readers.py` beside this file).
 READERS = runpy.run_path(str(Path(__file__).with_name("readers.py")))["READERS"]
+#: What the evidence about an instance means for it (`evidence.py` beside this file).
+EVIDENCE = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("evidence.py"))))
 #: Begin and end of the part of docs/behaviour.md that is made.
 _EVIDENCE = "<!-- evidence: made"
 _END_OF_EVIDENCE = "<!-- end of evidence -->"
@@ -624,7 +626,7 @@ def states_page() -> str:
         "\n".join(
             _table(
                 ("an end counts", "and changes"),
-                [(each.value, effect) for each, effect in evidence_table.EFFECTS.items()],
+                [(each.value, effect) for each, effect in EVIDENCE.EFFECTS.items()],
             )
         ),
     )
@@ -645,9 +647,9 @@ def with_evidence(page: str) -> str:
                 if state in each.before and each.after is Health.UP
             ),
         )
-        for state, gets in evidence_table.GETS.items()
+        for state, gets in EVIDENCE.GETS.items()
     ]
-    rows += [(each.name, each.begins, each.gets, each.ends) for each in evidence_table.RESTRAINTS]
+    rows += [(name, *EVIDENCE.RESTRAINTS[name]) for name in evidence_table.RESTRAINTS]
     head = page[:mark] + page[mark : page.index("\n", mark)]
     return "\n\n".join((head, "\n".join(_table(("state", "begins", "gets", "ends"), rows)), page[end:]))
 

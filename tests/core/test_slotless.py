@@ -89,8 +89,8 @@ def test_a_session_is_no_trial_of_an_instance_in_doubt() -> None:
     scheduler = fleet("a", "b")
     lost = scheduler.fleet.instances["a"]
     for number in range(1, 7):
-        lease = dispatched(scheduler.on_arrival(request(number), 0.0))
-        outcome = Outcome.UPSTREAM_ERROR if lease.instance == "a" else Outcome.OK
+        lease = dispatched(scheduler.on_arrival(request(number, subset=("a",)), 0.0))
+        outcome = Outcome.UPSTREAM_ERROR if number > 1 else Outcome.OK
         lease.output_tokens = 50
         scheduler.on_lease_ended(lease, outcome, 0.1)
     assert lost.evidence.answers.doubted

@@ -92,7 +92,9 @@ def test_a_busy_instance_is_last_but_not_out_and_not_for_ever(policy: str) -> No
             assert lease.instance != name
     other = "b" if name == "a" else "a"
     scheduler.on_instance(AdminStateSet(other, AdminState.DRAIN), 1.0)
-    assert dispatched(scheduler.on_arrival(request(50), 1.0)).instance == name
+    lease = dispatched(scheduler.on_arrival(request(50), 1.0))
+    assert lease.instance == name
+    scheduler.on_first_token(lease, 1.0)
     scheduler.on_instance(AdminStateSet(other, AdminState.READY), 1.0)
     later = 1.0 + BUSY_CAP_S
     assert name in {dispatched(scheduler.on_arrival(request(60 + i), later)).instance for i in range(60)}
@@ -302,9 +304,9 @@ def test_an_instance_that_fails_at_once_is_no_magnet(how: str, policy: str) -> N
 
 def test_an_answer_that_ends_well_ends_the_doubt() -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], "single")
-    for i in range(2):
-        fail(scheduler, dispatched(scheduler.on_arrival(request(i), 0.0)), "500", 0.0)
-    assert dispatched(scheduler.on_arrival(request(2), 0.5)).instance == "b"
+    fail(scheduler, dispatched(scheduler.on_arrival(request(0), 0.0)), "500", 0.0)
+    for i in (1, 2):
+        assert dispatched(scheduler.on_arrival(request(i), 0.25 * i)).instance == "b"
     trial = dispatched(scheduler.on_arrival(request(3), 1.0))
     assert trial.instance == "a"
     assert dispatched(scheduler.on_arrival(request(4), 1.5)).instance == "b", "one at a time"

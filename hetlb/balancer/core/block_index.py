@@ -7,6 +7,7 @@ mean equal prefixes of prompts. Contents are digests (`block_digests`): no token
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ class BlockIndex:
     def stored_tokens(self) -> int:
         """Tokens of the blocks in the cache."""
         return len(self._chains) * self.block_tokens
+
+    def take(self, batch: KvEventBatch, tree: Tree) -> None:
+        """Apply a report to the blocks, and to what is known of the engine's prefix cache."""
+        before = self.stored_tokens
+        removed, cleared = self.apply(batch)
+        tree.told = self.live
+        if cleared:
+            self.evicted(tree, math.inf)
+        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
+            unused = max(tree.unused_tokens, before - tree.used_tokens)
+            self.evicted(tree, removed * self.block_tokens * tree.unused_tokens / unused)
 
     def apply(self, batch: KvEventBatch) -> tuple[int, bool]:
         """Take over a batch. Returns how many blocks were removed, and whether all were."""

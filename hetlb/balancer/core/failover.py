@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.evidence.retries import MOST_MOVES, Attempts
@@ -11,6 +11,9 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.placing_again import PlacingAgain
 
 #: Multiple of the forecast, and seconds, of a client's wait without a byte. A later leave is a lost answer.
 _UNHEARD_FACTOR: Final = 3.0
@@ -29,7 +32,7 @@ class Failover:
         self._backlog = backlog
         #: Model of an instance if its first prompts showed another speed than its profile.
         self.misplaced_model: str | None = None
-        self._taken_back: list[Lease] = []
+        self._placing_again: PlacingAgain | None = None
 
     @property
     def slots_taken(self) -> int:
@@ -88,9 +91,14 @@ class Failover:
         known.failures.clear()
         if instance.evidence.answers.lost_as_elsewhere():
             self._fleet.account().lost(instance, lease, now)
-        elif instance.evidence.failed(now):
-            self._fleet.reindex(now)
+        else:
+            self.failed(instance, lease, now)
         lease.judged = True
+
+    def failed(self, instance: Instance, lease: Lease, now: float) -> None:
+        """Note a failure or a refusal that is nobody's fault so far."""
+        if lease.request.sequences and instance.evidence.failed(now):
+            self._fleet.reindex(now)
 
     def refused_by_all(self, request: Request, known: Attempts, now: float) -> None:
         """Note that all instances that were asked refuse a request: it is its client's mistake."""
@@ -180,46 +188,23 @@ class Failover:
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
                 goes = certain or self._answered_by(lease, instance)
-                if goes and (ejected or (late and lease.request.sequences)) and _may_move(lease):
+                if goes and (ejected or (late and lease.request.sequences)) and may_move(lease):
                     found.append(lease)
         return found
 
     def misplaced(self) -> list[Lease]:
         """Return, once, the leases placed by a wrong profile and still without a token, newest first."""
         model, self.misplaced_model = self.misplaced_model, None
-        if model is None:
-            return []
-        found = [
-            lease
-            for instance in self._fleet.instances.values()
-            if instance.spec.model == model
-            for lease in instance.leases.values()
-            if lease.request.sequences and _may_move(lease)
-        ]
-        return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
+        return [] if model is None else self.placing_again.leases(model)
 
-    def place_again(self, lease: Lease, now: float) -> list[Command]:
-        """Place a lease of `misplaced` again. Without commands it stays, or ends until `wait_again`."""
-        request = lease.request
-        ready = self._fleet.ready.get(request.model)
-        if ready is None or request.id in self._retries.attempts:
-            return []
-        found = self._placement.choose(request, ready, now, lease.predicted_output)
-        if self._placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
-            return []
-        self.drop(lease, now)
-        if found is None:
-            self._taken_back.append(lease)
-            return []
-        return [self._placement.book(found)]
+    @property
+    def placing_again(self) -> PlacingAgain:
+        """What places the leases of `misplaced`."""
+        if self._placing_again is None:
+            from hetlb.balancer.core.placing_again import PlacingAgain
 
-    def wait_again(self, now: float) -> list[Command]:
-        """Queue the requests taken back by `place_again`, in the order of their arrival."""
-        commands: list[Command] = []
-        while self._taken_back:
-            lease = self._taken_back.pop()
-            commands += self._backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
-        return commands + self._backlog.flush(now)
+            self._placing_again = PlacingAgain(self, self._placement, self._backlog)
+        return self._placing_again
 
     def move_stranded(self, lease: Lease, now: float) -> list[Command]:
         """Move a lease of `stranded`, within the budget of retries. Without commands it stays."""
@@ -307,7 +292,7 @@ def _predicted_rest(lease: Lease, rest: Request) -> float:
     return max(1.0, lease.predicted_output - more) if more else lease.predicted_output
 
 
-def _may_move(lease: Lease) -> bool:
+def may_move(lease: Lease) -> bool:
     """Return True if a lease may be moved: nothing of its answer came yet."""
     request = lease.request
     whole = not lease.incoming and lease.decode is None and lease.hold is None

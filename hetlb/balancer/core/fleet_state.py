@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_ledger import ChangeCounter
-from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
+from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -18,7 +18,6 @@ from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.evidence.losses import Losses
     from hetlb.balancer.core.twins import Twins
 
@@ -305,31 +304,3 @@ class FleetState:
             other is not instance and other.routable and any(name in names for name in other.models)
             for other in self.instances.values()
         )
-
-    # --- blocks that engines report ---
-
-    def take_events(self, instance: Instance, batch: KvEventBatch) -> None:
-        """Apply an engine's report to what is known of its prefix cache."""
-        if instance.blocks is None:
-            from hetlb.balancer.core.block_index import BlockIndex
-
-            instance.blocks = BlockIndex()
-            self.publishers.append(instance)
-        blocks, tree = instance.blocks, instance.tree
-        before = blocks.stored_tokens
-        removed, cleared = blocks.apply(batch)
-        tree.told = blocks.live
-        if cleared:
-            blocks.evicted(tree, math.inf)
-        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
-            unused = max(tree.unused_tokens, before - tree.used_tokens)
-            blocks.evicted(tree, removed * blocks.block_tokens * tree.unused_tokens / unused)
-
-    def held_exactly(self, request: Request, held: Held | None) -> Held:
-        """Return the held tokens of a prompt, with the exact figures of engines that publish KV events."""
-        held = Held() if held is None else held
-        for instance in self.publishers:
-            exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
-            if exact is not None:
-                held.tokens[instance.tree.cache_id] = exact
-        return held

@@ -341,7 +341,11 @@ class Placement:
             usual = len(self.ledger.leased) / max(1, len(fleet.instances))
             held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens, usual)
         if fleet.publishers and request.blocks is not None:
-            held = fleet.held_exactly(request, held)
+            held = Held() if held is None else held
+            for each in fleet.publishers:
+                exact = None if each.blocks is None else each.blocks.exact(request, each.engines)
+                if exact is not None:
+                    held.tokens[each.tree.cache_id] = exact
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held)
         if unknown:
             ctx.least_output = long / 2.0

@@ -316,13 +316,12 @@ class Scheduler:
                     retries.attempts[request.id].failures.append((instance, lease, status, now))
                     if not refusal:
                         fleet.account().lost(instance, lease, now)
-                    elif evidence.failed(now):
-                        fleet.reindex(now)
+                    else:
+                        self.failover.failed(instance, lease, now)
                 return commands
         if refusal and not allowed:  # another one may take it
             lease.judged = True
-            if evidence.failed(now):
-                fleet.reindex(now)
+            self.failover.failed(instance, lease, now)
         elif known is not None and known.failures:
             if refusal:
                 self.failover.refused_by_all(request, known, now)
@@ -343,11 +342,11 @@ class Scheduler:
 
     def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
         """Place a lease of `failover.misplaced` again: it goes, stays, or ends until `wait_again`."""
-        return self.failover.place_again(lease, now)
+        return self.failover.placing_again.place(lease, now)
 
     def wait_again(self, now: float) -> list[Command]:
         """Queue the requests that `on_misplaced` took back."""
-        return self.failover.wait_again(now)
+        return self.failover.placing_again.wait(now)
 
     # --- silent instances ---
 
@@ -505,7 +504,12 @@ class Scheduler:
         """Take in an engine's report of blocks added to and evicted from its prefix cache."""
         instance = self.fleet.instances.get(name)
         if instance is not None:
-            self.fleet.take_events(instance, batch)
+            if instance.blocks is None:
+                from hetlb.balancer.core.block_index import BlockIndex
+
+                instance.blocks = BlockIndex()
+                self.fleet.publishers.append(instance)
+            instance.blocks.take(batch, instance.tree)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:

@@ -126,7 +126,7 @@ class Evidence:
         if self.trial == lease_id:
             self.trial, self.proven = 0, self.proven or None
 
-    def standing(self, now: float) -> table.Restraint | None:
+    def standing(self, now: float) -> str | None:
         """Return the restraint that allows trials alone, or nothing; None without one."""
         if self.silence.stalled_since is not None:
             return table.STALLED
@@ -181,12 +181,12 @@ class Evidence:
     def why(self, now: float) -> str:
         """Return the reason of the restraint, for people; "" without one."""
         standing = self.standing(now)
-        if standing is table.STALLED:
+        if standing == table.STALLED:
             return self.silence.told(now)
-        if standing is table.DOUBTED:
-            return f"{table.DOUBTED.name}: {self.answers.told} answers failed, more than elsewhere"
-        if standing is table.UNPROVEN:
-            return f"{table.UNPROVEN.name}: it has answered nothing well yet"
+        if standing == table.DOUBTED:
+            return f"{table.DOUBTED}: {self.answers.told} answers failed, more than elsewhere"
+        if standing == table.UNPROVEN:
+            return f"{table.UNPROVEN}: it has answered nothing well yet"
         return "" if standing is None else f"it asked to come again in {self.asked_until - now:.3g} s"
 
     def less(self, max_num_seqs: int, now: float) -> str:

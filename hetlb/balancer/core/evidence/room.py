@@ -71,6 +71,6 @@ class Room:
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
             if sequences > max(1.0, slots):
-                return f"{table.SLOW_START.name}: {max(1, int(slots))} of {max_num_seqs} slots"
+                return f"{table.SLOW_START}: {max(1, int(slots))} of {max_num_seqs} slots"
         limit = self.limit(now)
         return f"full: it refused more than {limit:.0f} requests" if sequences > limit else ""

@@ -115,4 +115,4 @@ class Silence:
     def told(self, now: float) -> str:
         """Return for how long it is stalled, for people."""
         silent_s = now - (self.silent_since or self.stalled_since or now)
-        return f"{table.STALLED.name}: no token for {silent_s:.3g} s"
+        return f"{table.STALLED}: no token for {silent_s:.3g} s"

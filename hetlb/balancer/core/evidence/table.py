@@ -1,4 +1,4 @@
-"""The tables of the evidence about an instance: its states, its restraints, the facts, and their constants.
+"""The tables of the evidence about an instance: its states, its restraints, verdicts, and their constants.
 
 docs/behaviour.md prints them; `evidence.py` obeys them.
 """
@@ -62,14 +62,6 @@ class Verdict(StrEnum):
     NOTHING = "against no instance"
 
 
-#: Changes by each verdict.
-EFFECTS: Final = {
-    Verdict.WELL: "up, if it was suspect; a part of the way out of a doubt",
-    Verdict.ABSENT: "ejected at once; what its process did is forgotten",
-    Verdict.LOST: "a doubt, if more than elsewhere, and the client is answered there; if two instances lose "
-    f"a request, {MOST_LOST_AS_ELSEWHERE} in a row",
-    Verdict.REFUSED: "if another instance answers: the kind goes there, and trials of it alone go here",
-}
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: Verdict.WELL,
     Outcome.UPSTREAM_BUSY: Verdict.LOST,
@@ -99,11 +91,6 @@ PROBES_FAIL_ALONE: Final = Transition(
 RECOVERS: Final = Transition(
     f"the ejection time is over and {RISE_PROBES} probes in a row are answered", (Health.EJECTED,), Health.UP
 )
-#: Work of an instance that is not up.
-GETS: Final = {
-    Health.SUSPECT: "requests while none is up",
-    Health.EJECTED: "nothing, even if no other is left",
-}
 TRANSITIONS: Final = (REFUSED, LOADS, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
 
 
@@ -112,56 +99,12 @@ KEY_REFUSED: Final = "it refuses hetlb's key"
 #: Statuses of a server that does not accept a key.
 KEY_STATUSES: Final = (401, 403, 407)
 
-
-class Restraint:
-    """A reason for which an instance that is up gets less than others."""
-
-    __slots__ = ("begins", "ends", "gets", "name")
-
-    def __init__(self, name: str, begins: str, gets: str, ends: str) -> None:
-        self.name, self.begins, self.gets, self.ends = name, begins, gets, ends
-
-
-_TRIALS: Final = f"trials alone: one request at a time, {PAUSE_S:g} to {MOST_PAUSE_S:g} s apart"
-STALLED: Final = Restraint(
-    "stalled",
-    f"no token for {STALL_FACTOR:g} times what one takes, {LEAST_SILENCE_S:g} s at least "
-    f"({UNKNOWN_SILENCE_S:g} s while its speed is unknown, {BEGINNING_S:g} s behind a request with a field "
-    "that its process has not answered yet), and its own counters stand still",
-    f"{_TRIALS}; requests without a byte go elsewhere within the budget of retries",
-    "a token comes, or its counters move",
-)
-DOUBTED: Final = Restraint(
-    "on trial",
-    "it surely loses more answers than the best other of its model",
-    _TRIALS,
-    f"{FORGIVING_ANSWERS} answers in a row end well; each lost answer within {RELAPSE_S:g} s begins it again,"
-    f" and twice as many must end well, up to {MOST_FORGIVING_ANSWERS}",
-)
-UNPROVEN: Final = Restraint(
-    "unproven",
-    "its process fails or refuses a request before it has answered any well",
-    _TRIALS,
-    "a trial's answer begins; or every instance that was asked refuses that request",
-)
-ASKED: Final = Restraint(
-    "asked for time",
-    "429 or 503 with a time to come again, while nothing else ran there",
-    "nothing",
-    f"after that time, {MOST_PAUSE_S:g} s at most",
-)
-SLOW_START: Final = Restraint(
-    "slow start",
-    "its process is new: by `process_start_time_seconds` of its metrics; without that, once a connection was "
-    "refused; or it was added",
-    "a growing part of its slots; no prefixes assumed",
-    "after `health.slow_start_s`, or as soon as requests wait",
-)
-FULL: Final = Restraint(
-    "at its limit",
-    "429 or 503 while it answers others",
-    "the sequences that it ran then",
-    f"after the time it asked for or {LIMIT_S:g} s, one more is tried, then more",
-)
-#: The strictest first.
+#: Reasons for which an instance that is up gets less than others, the strictest first; docs/behaviour.md says
+#: what each gets (`configs/site/evidence.py`).
+STALLED: Final = "stalled"
+DOUBTED: Final = "on trial"
+UNPROVEN: Final = "unproven"
+ASKED: Final = "asked for time"
+SLOW_START: Final = "slow start"
+FULL: Final = "at its limit"
 RESTRAINTS: Final = (STALLED, DOUBTED, UNPROVEN, ASKED, SLOW_START, FULL)
