@@ -29,14 +29,14 @@ RESTRAINTS = {
     ),
     table.DOUBTED: (
         "it surely loses more answers than the best other of its model",
-        _TRIALS,
+        "trials alone",
         f"{table.FORGIVING_ANSWERS} answers in a row end well; each lost answer within {table.RELAPSE_S:g} s "
         f"begins it again, and twice as many must end well, up to {table.MOST_FORGIVING_ANSWERS}",
     ),
     table.UNPROVEN: (
-        "its process fails or refuses a request before it has answered any well",
-        _TRIALS,
-        "a trial's answer begins; or every instance that was asked refuses that request",
+        "its process fails a request before it answers any",
+        "trials alone",
+        "a trial's answer begins",
     ),
     table.ASKED: (
         "429 or 503 with a time to come again, while nothing else ran there",
