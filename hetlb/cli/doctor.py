@@ -13,7 +13,8 @@ from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from hetlb.addresses import is_loopback
-from hetlb.balancer.admin.causes import KEY_ADVICE, LEAST_KV_TOKENS
+from hetlb.balancer.admin.causes import LEAST_KV_TOKENS
+from hetlb.balancer.admin.rare_causes import KEY_ADVICE
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec

@@ -6,12 +6,12 @@ wait's severity follows from the oldest request alone: it never gets milder whil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
+from hetlb.balancer.core.evidence.table import KEY_REFUSED
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
@@ -28,20 +28,10 @@ LEAST_LAG_S: Final = 0.02
 FAILING_SHARE: Final = 0.01
 LEAST_FAILED: Final = 3
 FAILING_S: Final = 10.0
-#: Share of requests that end as their client's mistakes, and the least number of requests.
-CLIENTS_OWN_SHARE: Final = 0.5
-LEAST_ENDED: Final = 10
-#: Wait of the oldest request, in seconds, that degrades a model.
-LONG_WAIT_S: Final = 5.0
 #: Age of an instance's report, in seconds, beyond which it is stale (an idle engine is asked each 15 s), and
 #: up to which it shows the pace of now.
 STALE_S: Final = 30.0
 _FRESH_S: Final = 5.0
-
-
-#: Least share and number of unanswered requests that degrade a model.
-REFUSED_SHARE: Final = 0.01
-LEAST_REFUSED: Final = 2
 #: Outcomes of requests that no server got.
 UNPLACED: Final = {
     "rejected_full": "the queue is full",
@@ -58,7 +48,6 @@ LEAST_FOREIGN: Final = 4
 FOREIGN_SHARE: Final = 0.25
 #: KV cache below which a server serves next to nothing, in tokens.
 LEAST_KV_TOKENS: Final = 2048
-KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
 #: Greatest age of recent wrong answers, and of the last refused connection, in seconds.
 WRONG_S: Final = 60.0
 
@@ -275,51 +264,3 @@ def _of_engine(each: Instance) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "no_load", found
         if (found := small_cache(tokens, least)) is not None:
             yield "small_cache", found
-
-
-def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
-    """Return the cause of a server that does not accept hetlb's key, by the statuses of its refusals."""
-    for status in refused:
-        if status in KEY_STATUSES:
-            sentence = f"{name} refuses hetlb's key ({status})"
-            return StateCause("key_refused", name, sentence, KEY_ADVICE)
-    return None
-
-
-def of_unplaced(counts: Mapping[str, int], ended: int) -> StateCause | None:
-    """Return a cause if many of the `ended` requests got no instance; `counts` has these by outcome."""
-    total = sum(counts.values())
-    if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
-        return None
-    outcome = max(counts, key=lambda each: counts[each])
-    sentence = f"{100 * total / ended:.0f} % of requests are refused: {UNPLACED[outcome]}"
-    return StateCause("refused", "", sentence, "Add a server, or limit clients.")
-
-
-def of_clients(refused: int, ended: int) -> StateCause | None:
-    """Return the cause of mostly wrong requests, None if most are right."""
-    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
-        return None
-    sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
-    return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
-
-
-def of_wait(
-    waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
-) -> StateCause | None:
-    """Return a cause if requests wait for the `able` instances; `held` names drained servers."""
-    if not waiting:
-        return None
-    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
-    whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
-    if oldest_s >= LONG_WAIT_S:
-        back = f"set {held} ready again, " if held else ""
-        advice = f"More comes than can be served: {back}add a server, or limit clients."
-        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
-    spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
-    advice = "All servers are full. Add one, or limit clients."
-    if any(not each.explored for each in spare):
-        advice = "A server gets few requests until its speed is known. Wait a minute."
-    elif spare:
-        advice = "Free servers lack KV cache, or a faster one is sooner. Add a server to shorten the wait."
-    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

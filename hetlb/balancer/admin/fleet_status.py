@@ -20,11 +20,7 @@ from hetlb.balancer.admin.causes import (
     StateCause,
     in_order,
     listed,
-    of_clients,
     of_instance,
-    of_key,
-    of_unplaced,
-    of_wait,
     worst,
 )
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
@@ -236,7 +232,7 @@ def _causes_of(
     ]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     if waiting:
-        from hetlb.balancer.admin.rare_causes import of_tenants
+        from hetlb.balancer.admin.rare_causes import of_tenants, of_wait
 
         running = {lease.request.tenant or "" for each in able for lease in each.leases.values()}
         hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
@@ -249,14 +245,19 @@ def _causes_of(
         from hetlb.balancer.admin.rare_causes import of_processes
 
         found += of_processes(instances)
-    losses = scheduler.fleet.losses
-    for each in instances:
-        kinds = [] if losses is None else losses.kinds.of_instance(each.name)
-        found.append(of_key(each.name, [kind.status for _, kind in kinds]))
+    if (losses := scheduler.fleet.losses) is not None:
+        from hetlb.balancer.admin.rare_causes import of_key
+
+        for each in instances:
+            kinds = losses.kinds.of_instance(each.name)
+            found.append(of_key(each.name, [kind.status for _, kind in kinds]))
     counts = {outcome: recent.refused(UNPLACED_S, now, (outcome,))[0] for outcome in UNPLACED}
-    found.append(of_unplaced(counts, recent.refused(UNPLACED_S, now)[1]))
     refused, ended = recent.refused(WINDOW_S, now)
-    found.append(of_clients(refused, ended))
+    if refused or any(counts.values()):
+        from hetlb.balancer.admin.rare_causes import of_clients, of_unplaced
+
+        found.append(of_unplaced(counts, recent.refused(UNPLACED_S, now)[1]))
+        found.append(of_clients(refused, ended))
     demand = scheduler.placement.demands.get(model)
     if demand is not None and demand.protected:
         from hetlb.balancer.admin.rare_causes import of_targets

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
-from hetlb.balancer.admin.causes import SLOWED_FACTOR, StateCause
+from hetlb.balancer.admin.causes import SLOWED_FACTOR, UNPLACED, StateCause
 from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.evidence.table import KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.telemetry.recent import Recent
 
@@ -23,6 +24,15 @@ RECENT_S: Final = 60.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
 HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
+#: Share of requests that end as their client's mistakes, and the least number of requests.
+CLIENTS_OWN_SHARE: Final = 0.5
+LEAST_ENDED: Final = 10
+#: Wait of the oldest request, in seconds, that degrades a model.
+LONG_WAIT_S: Final = 5.0
+#: Least share and number of unanswered requests that degrade a model.
+REFUSED_SHARE: Final = 0.01
+LEAST_REFUSED: Final = 2
+KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
 
 
 def own_shares(recent: Recent, now: float) -> dict[str, float]:
@@ -130,3 +140,51 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
         for each in demand.protected
         if each.hopeless and now - each.newest_s <= RECENT_S
     ]
+
+
+def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
+    """Return the cause of a server that does not accept hetlb's key, by the statuses of its refusals."""
+    for status in refused:
+        if status in KEY_STATUSES:
+            sentence = f"{name} refuses hetlb's key ({status})"
+            return StateCause("key_refused", name, sentence, KEY_ADVICE)
+    return None
+
+
+def of_unplaced(counts: Mapping[str, int], ended: int) -> StateCause | None:
+    """Return a cause if many of the `ended` requests got no instance; `counts` has these by outcome."""
+    total = sum(counts.values())
+    if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
+        return None
+    outcome = max(counts, key=lambda each: counts[each])
+    sentence = f"{100 * total / ended:.0f} % of requests are refused: {UNPLACED[outcome]}"
+    return StateCause("refused", "", sentence, "Add a server, or limit clients.")
+
+
+def of_clients(refused: int, ended: int) -> StateCause | None:
+    """Return the cause of mostly wrong requests, None if most are right."""
+    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
+        return None
+    sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
+    return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
+
+
+def of_wait(
+    waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
+) -> StateCause | None:
+    """Return a cause if requests wait for the `able` instances; `held` names drained servers."""
+    if not waiting:
+        return None
+    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
+    whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
+    if oldest_s >= LONG_WAIT_S:
+        back = f"set {held} ready again, " if held else ""
+        advice = f"More comes than can be served: {back}add a server, or limit clients."
+        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
+    spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
+    advice = "All servers are full. Add one, or limit clients."
+    if any(not each.explored for each in spare):
+        advice = "A server gets few requests until its speed is known. Wait a minute."
+    elif spare:
+        advice = "Free servers lack KV cache, or a faster one is sooner. Add a server to shorten the wait."
+    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)
