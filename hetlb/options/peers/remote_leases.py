@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -11,6 +12,10 @@ from hetlb.options.peers.lease_wire import RequestFacts, WireBegun, WireBooked, 
 
 #: Ids of requests of other processes: below all of this one's.
 _FIRST: Final = -(1 << 40)
+#: Leases of one process, at most; a later one is not booked.
+MOST_LEASES: Final = 1 << 16
+#: Leases of processes that are gone, to end in one go: the others follow in later turns of the event loop.
+SOME: Final = 64
 
 
 class RemoteLeases:
@@ -21,9 +26,11 @@ class RemoteLeases:
         self._arrived = arrived
         self._next_request = _FIRST
         self.of: dict[str, dict[LeaseId, Lease]] = {}
+        #: Leases that no process holds any more.
+        self.leaving: deque[Lease] = deque()
 
     def __len__(self) -> int:
-        return sum([len(leases) for leases in self.of.values()])
+        return len(self.leaving) + sum([len(leases) for leases in self.of.values()])
 
     def receive(self, process: str, changes: Iterable[WireChange], now: float) -> list[Command]:
         """Book the changes of a process: first the begun leases, then the ended ones.
@@ -38,6 +45,8 @@ class RemoteLeases:
         for change in changes:
             if isinstance(change, WireBooked):
                 if change.number not in leases:
+                    if len(leases) >= MOST_LEASES:
+                        continue
                     live = change.change(self.copy(change.request))
                     lease = scheduler.restore(live, now, own=False, arrived=self._arrived)
                     if lease is not None:
@@ -60,19 +69,21 @@ class RemoteLeases:
                 commands += scheduler.on_lease_ended(lease, each.outcome, now, retry=False)
         return commands
 
-    def gone(self, process: str, now: float) -> list[Command]:
-        """End the leases of a process that ended; they count against no instance."""
-        commands = self.end(process, list(self.of.get(process, ())), now)
-        self.of.pop(process, None)
-        return commands
+    def gone(self, process: str) -> None:
+        """Let the leases of a process that ended leave."""
+        self.leaving.extend(self.of.pop(process, {}).values())
 
-    def end(self, process: str, numbers: Iterable[LeaseId], now: float) -> list[Command]:
-        """End some leases of a process; they count against no instance."""
-        commands: list[Command] = []
+    def leave(self, process: str, numbers: Iterable[LeaseId]) -> None:
+        """Let some leases of a process leave."""
         leases = self.of.get(process, {})
-        for number in numbers:
-            if (lease := leases.pop(number, None)) is not None:
-                commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        self.leaving.extend([leases.pop(number) for number in numbers if number in leases])
+
+    def end_some(self, now: float) -> list[Command]:
+        """End some of the leaving leases; they count against no instance."""
+        commands: list[Command] = []
+        for _ in range(min(SOME, len(self.leaving))):
+            lease = self.leaving.popleft()
+            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
         return commands
 
     def copy(self, request: Request | RequestFacts) -> Request:

@@ -72,6 +72,11 @@ class SharedView:
         """Number of peers' leases."""
         return len(self._remote)
 
+    @property
+    def leaving(self) -> int:
+        """Number of peers' leases that `end_some` is still to end."""
+        return len(self._remote.leaving)
+
     # --- of this scheduler ---
 
     def take(self, now: float) -> list[WireChange]:
@@ -108,7 +113,8 @@ class SharedView:
         if waits is not None:
             if stale is not None:
                 del self._stale[peer]
-                commands += self._remote.end(peer, stale, now)
+                self._remote.leave(peer, stale)
+                commands += self.end_some(now)
             self._waits[peer] = waits, now
             commands += self._say_elsewhere(now)
         return commands
@@ -122,12 +128,17 @@ class SharedView:
         return self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
-        """End the leases of a peer that ended; they count against no instance."""
+        """Forget a peer that ended, and end its leases; of many `end_some` ends the rest."""
         self._stale.pop(peer, None)
-        commands = self._remote.gone(peer, now)
+        self._remote.gone(peer)
+        commands = self.end_some(now)
         if self._waits.pop(peer, None) is not None:
             commands += self._say_elsewhere(now)
         return commands
+
+    def end_some(self, now: float) -> list[Command]:
+        """End some of the leases that peers left behind."""
+        return self._remote.end_some(now)
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """Place a new request of this scheduler, or announce to peers that it waits."""

@@ -40,6 +40,7 @@ from hetlb.options.peers.peer_messages import PeerTransport
 from hetlb.options.peers.shared_table import HUB
 from hetlb.options.peers.shared_view import SharedView
 from hetlb.tasks import ended
+from hetlb.turns import turns
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.key_limits import Limiter, Ticket
@@ -66,7 +67,7 @@ _REJOIN_S: Final = 1.0
 _BEATS: Final = 4
 _DEAF_FACTOR: Final = 2.0
 #: Maximum counted requests in flight of one peer.
-_MOST_TICKETS: Final = 1 << 16
+_MOST_TICKETS: Final = 1 << 14
 
 
 class KeyUse:
@@ -185,9 +186,14 @@ class Sharing:
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
-        #: The timer of the answer to peers that asked for the whole state, and when the last one was sent.
-        self._answer: asyncio.TimerHandle | None = None
-        self._answered_at = -_RETRY_S
+        #: Kinds of messages that peers made due, their timer, and when the last ones were sent.
+        self._due: set[int] = set()
+        self._speaks: asyncio.TimerHandle | None = None
+        self._spoke_at = -_RETRY_S
+        #: Ends of peers that were believed, the last one of each.
+        self._left_at: dict[str, float] = {}
+        #: True while leases that peers left behind are being ended.
+        self._ends = False
         #: True while the server is reached, and when an own message came back last.
         self.connected = False
         self._echoed_at = math.inf
@@ -270,8 +276,8 @@ class Sharing:
 
     async def close(self) -> None:
         """Stop: peers hear the last changes and forget this process."""
-        if self._answer is not None:
-            self._answer.cancel()
+        if self._speaks is not None:
+            self._speaks.cancel()
         if self.operators is not None:
             await self.operators.close()
         tasks, self._tasks = self._tasks, []
@@ -319,10 +325,21 @@ class Sharing:
             held += each.live(now)
         self._send(peer_messages.STATE, held)
 
-    def _answer_all(self) -> None:
-        """Send the whole state to peers that asked since the last time."""
-        self._answer, self._answered_at = None, self._loop.time()
-        self._send_state()
+    def _soon(self, kind: int) -> None:
+        """Send a question, or the whole state: a few times a second, however many messages want it."""
+        self._due.add(kind)
+        if self._speaks is None:
+            self._speaks = self._loop.call_at(self._spoke_at + _RETRY_S, self._speak)
+
+    def _speak(self) -> None:
+        due, self._due = self._due, set()
+        self._speaks, self._spoke_at = None, self._loop.time()
+        if self._transport.lost:
+            self._introduce()
+        elif peer_messages.STATE in due:
+            self._send_state()
+        if peer_messages.ASK in due:
+            self._send(peer_messages.ASK, [])
 
     async def _beat(self) -> None:
         """Send heartbeats, and drop each peer once it was silent for `silent_s`."""
@@ -389,7 +406,7 @@ class Sharing:
             self._reached.set()
             tell(logger, Event.SHARED, "shared state: connected (group %s)", self._table.group)
         if self._transport.lost:
-            self._introduce()
+            self._soon(peer_messages.STATE)
         try:
             if isinstance(data, bytes) and data.startswith(self._own, 1):
                 self._echo(peer_messages.decode_head(data), now)
@@ -412,8 +429,8 @@ class Sharing:
 
     def _echo(self, head: peer_messages.PeerHead, now: float) -> None:
         """Take an own message that came back. Its round trip is the assumed age of the messages of peers."""
-        if head.kind == peer_messages.LEAVE:  # of an earlier connection with a late end
-            self._introduce()
+        if head.kind == peer_messages.LEAVE:  # of an earlier connection with a late end, or forged
+            self._soon(peer_messages.STATE)
             return
         self._echoed_at = now
         age_s = min(_MOST_AGE_S, max(0.0, now - head.sent_at))
@@ -441,13 +458,15 @@ class Sharing:
         if len(leases) < len(changes):
             for part in self._parts:
                 part.receive(peer, changes, now)
-        if kind == peer_messages.LEAVE:
+        self._end_soon()
+        if kind == peer_messages.LEAVE and now - self._left_at.get(peer, -math.inf) >= self._table.silent_s:
             self._forget(peer, now)
+            self._left_at = dict([*self._left_at.items(), (peer, now)][-_MOST_PEERS:])
             return
         if not whole:
-            self._send(peer_messages.ASK, [])
-        if kind == peer_messages.ASK and self._answer is None:
-            self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
+            self._soon(peer_messages.ASK)
+        if kind == peer_messages.ASK:
+            self._soon(peer_messages.STATE)
 
     def _forget(self, peer: str, now: float) -> None:
         """End the leases of a peer that left, or is silent."""
@@ -457,9 +476,21 @@ class Sharing:
         for each in self._parts:
             each.gone(peer, now)
         self._carry_out(self.view.gone(peer, now))
+        self._end_soon()
         self._state_came.set()
         if not self._heard_at:
             self.on_alone()
+
+    def _end_soon(self) -> None:
+        """End the other leases that peers left behind in later turns."""
+        if self.view.leaving and not self._ends:
+            self._ends = True
+            turns().later(self._end_some)
+
+    def _end_some(self) -> None:
+        self._ends = False
+        self._carry_out(self.view.end_some(self._loop.time()))
+        self._end_soon()
 
 
 def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:

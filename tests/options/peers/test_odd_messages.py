@@ -12,15 +12,20 @@ import pytest
 from helpers import make_scheduler, request, spec
 from options.peers.fuzzed import TARGETS
 
+from hetlb.balancer.clients.api_keys import LimitsTable
+from hetlb.balancer.clients.key_limits import Limiter
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
-from hetlb.options.peers import peer_messages, sharing
+from hetlb.options.peers import peer_messages, remote_leases, sharing
 from hetlb.options.peers.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, WireEnded
 from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES, VERSION
 from hetlb.options.peers.redis_transport import RedisTransport
+from hetlb.options.peers.remote_leases import SOME
 from hetlb.options.peers.sharing import Sharing
+from hetlb.tools.sim.integrity import check_scheduler
+from hetlb.turns import Turns
 
 NAME, OWN = "ab12", "cd34"
 
@@ -142,6 +147,89 @@ async def test_questions_without_end_are_answered_once_in_a_while(monkeypatch: p
         one._receive(message([], kind=2, sequence=number))
     await asyncio.sleep(0)
     assert len(sent) == 2, "its own question to one that it does not know, and one answer"
+    await one.close()
+
+
+@pytest.mark.parametrize("how", ["leave", "silent", "state", "state of another"])
+async def test_however_much_a_peer_held_it_ends_in_turns(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a peer with 262,144 leases the loop stood for 2.6 s."""
+    monkeypatch.setattr(Turns, "over", lambda self, end: True)  # the shortest turns that there are
+    one, many = shared(), 40 * SOME
+    for at in range(0, many, PART_CHANGES):
+        changes = [[*lease()[:1], n, *lease()[2:]] for n in range(at, at + PART_CHANGES)]
+        one._receive(message(changes, kind=0 if at else 1, sequence=at))
+        one._next[NAME] = at + PART_CHANGES
+    assert one.view.peer_leases == many
+    if how == "silent":
+        one._forget(NAME, 0.0)
+    elif how == "leave":
+        one._receive(message([], kind=3, sequence=many))
+    else:
+        one._receive(message([[3, {}, 0, 0, {}]], kind=1, sequence=many))
+        if how == "state of another":
+            one._receive(message([[3, {}, 0, 0, {}]], kind=1, name="ef"))
+    left, turn = one.view.peer_leases, 0
+    assert left >= many - 2 * SOME, "each message ends some"
+    while left:
+        await asyncio.sleep(0)
+        turn += 1
+        assert left - one.view.peer_leases <= SOME, "in one turn of the loop"
+        left = one.view.peer_leases
+    assert turn >= 38
+    check_scheduler(one.view._scheduler)
+    await one.close()
+
+
+async def test_what_is_believed_of_one_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_MOST_TICKETS", 100)
+    most = remote_leases.MOST_LEASES if compiled() else 100
+    monkeypatch.setattr(remote_leases, "MOST_LEASES", most)
+    one = shared()
+    limiter = Limiter(LimitsTable(), "k")
+    one.share_keys(lambda key: limiter)
+    for sequence in range(4):
+        numbers = range(64 * sequence, 64 * sequence + 64)
+        changes = [[*lease()[:1], n, *lease()[2:]] for n in numbers]
+        changes += [[6, n, "k", 1, True] for n in numbers]
+        one._receive(message(changes, kind=0 if sequence else 1, sequence=sequence))
+    assert (one.view.peer_leases, limiter._in_flight) == (min(most, 256), 100)
+    ends = [[2, n, "ok", 3, None] for n in range(256)]
+    one._receive(message(ends, kind=0, sequence=4))
+    assert (one.view.peer_leases, one.rejected) == (0, 0), "later news of it is heard"
+    check_scheduler(one.view._scheduler)
+    await one.close()
+
+
+async def test_words_of_peers_that_leave_without_end_cost_a_few_messages_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An own farewell (of an earlier connection, or forged) let a process send all its state, each time."""
+    one = shared()
+    sent: list[bytes] = []
+    monkeypatch.setattr(one._transport, "send", sent.append)
+    one._receive(message([lease()]))
+    for number in range(500):
+        one._receive(message([], kind=3, name=OWN, sequence=number))
+        one._receive(message([], kind=3, sequence=number))
+        one._receive(message([lease()], kind=0, sequence=2 * number))
+        one._transport.lost = True
+        await asyncio.sleep(0)
+    assert len(sent) <= 4, "its state, a question, and both as of a new connection"
+    assert one.peers == 1, "the second farewell within a second is not believed: silence tells"
+    await one.close()
+
+
+async def test_a_farewell_that_is_not_believed_leaves_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = shared()
+    one._receive(message([lease()]))
+    one._receive(message([], kind=3, sequence=2))
+    assert (one.peers, one.view.peer_leases) == (0, 0)
+    one._receive(message([lease()]))
+    one._receive(message([[2, 1, "ok", 3, None]], kind=3, sequence=2))
+    assert (one.peers, one.view.peer_leases) == (1, 0)
+    one._left_at[NAME] -= 1.0
+    one._receive(message([], kind=3, sequence=3))
+    assert one.peers == 0
     await one.close()
 
 
