@@ -263,7 +263,8 @@ def explained(
     candidates = with_excluded(scored, ready.instances, choices.excluded)
     for instance, candidate in zip(ready.instances, candidates, strict=True):
         if candidate.forecast is None:
-            candidate.forecast = instance.errors.corrected(foreseen(ctx, instance))
+            sight = foreseen(ctx, instance)
+            candidate.forecast = instance.errors.corrected(sight.first_token_s, sight.step_s, sight.end_s)
         if candidate.ideal_batch is None:
             terms = paper_terms(instance, request, predicted, placement.policy.params)
             candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s

@@ -9,8 +9,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_ledger import DEFAULT_KV_CACHE_TOKENS, DEFAULT_MAX_NUM_SEQS
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS, DEFAULT_MAX_NUM_SEQS, Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.speed import SpeedTracker
 from hetlb.balancer.core.types import Candidate, Capacity, Dispatch, EngineSample

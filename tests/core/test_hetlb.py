@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetlb
-from hetlb.balancer.core.instance_ledger import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
@@ -145,7 +145,7 @@ def test_answers_that_run_on_make_a_long_one_longer_until_as_many_have_ended() -
 
     assert long(0.0) == 4 * PRIOR_OUTPUT_TOKENS
     scheduler.on_lease_ended(leases[0], Outcome.CLIENT_GONE, 60.0)
-    age = instance.grown_tokens / instance.sequences
+    age = instance.steps.grown_tokens / instance.sequences
     assert age > 1000
     assert long(60.0) == pytest.approx(4 * PRIOR_OUTPUT_TOKENS * (1 + age / PRIOR_OUTPUT_TOKENS))
     assert long(60.0, max_tokens=2000) == 2000

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.block_index import BlockIndex, BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.learning import learn_sample
 from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.queue import Queue, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
@@ -158,7 +159,7 @@ class Account:
 
     def scrape(self, running: int) -> None:
         """Report the running sequences of the engine: other groups' sequences have ended."""
-        self.instance.learn_sample(EngineSample(min(running, self.instance.sequences), 0, 0.5), self.now)
+        learn_sample(self.instance, EngineSample(min(running, self.instance.sequences), 0, 0.5), self.now)
 
     def hold(self, tokens: int) -> None:
         """A prompt is kept for another instance, or the oldest such is let go."""
@@ -424,7 +425,7 @@ def test_ended_sequences_are_bounded_by_running_ones() -> None:
     scheduler, instance, _ = booked()
     for finished, right in ((0, True), (1, True), (2, False), (-1, False)):
         instance.finished_sequences = finished
-        instance._occupancy = None
+        instance.last_occupancy = None
         if right:
             check_scheduler(scheduler)
         else:

@@ -6,6 +6,7 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.evidence.table import BEGINNING_S, LEAST_SILENCE_S
+from hetlb.balancer.core.learning import is_first_of_kind
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Lease, Outcome
 from hetlb.tools.sim.integrity import check_scheduler
@@ -118,5 +119,5 @@ def test_a_new_process_has_answered_nothing() -> None:
     a = scheduler.fleet.instances["a"]
     a.evidence.begun.update(FEATURE)
     scheduler.fleet.restarted(a, 1.0)
-    assert a.begins(request(1, features=FEATURE))
-    assert not a.begins(request(1, features=()))
+    assert is_first_of_kind(a, request(1, features=FEATURE))
+    assert not is_first_of_kind(a, request(1, features=()))

@@ -3,7 +3,7 @@
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.instance_ledger import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.queue import QueueLimits

@@ -16,6 +16,7 @@ from hetlb.balancer.admin.cause_log import TOLD, CauseLog
 from hetlb.balancer.admin.causes import SEVERITIES
 from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
+from hetlb.balancer.core.learning import learn_models
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
@@ -241,7 +242,8 @@ def test_each_belief_says_where_it_is_from() -> None:
 
 def test_a_server_of_another_model_is_named() -> None:
     watched = Watched("ab")
-    next(each for each in watched.scheduler.instances if each.name == "a").learn_models(("other",), ())
+    a = next(each for each in watched.scheduler.instances if each.name == "a")
+    learn_models(a, ("other",), ())
     found = watched.look()
     assert (found["state"], found["advice"]) == (
         "degraded",

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_ledger import Parameters
+from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.rate import RecentRate

@@ -8,6 +8,7 @@ from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.evidence.retries import MOST_MOVES, Attempts
 from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.learning import is_first_of_kind
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
@@ -171,7 +172,7 @@ class Failover:
         """Return True if some instance is known to answer such a request, or each may be asked."""
         ready = self._fleet.ready.get(lease.request.model)
         others = [] if ready is None else [each for each in ready.up if each is not instance]
-        return not instance.begins(lease.request) or not all(each.begins(lease.request) for each in others)
+        return not all(is_first_of_kind(each, lease.request) for each in (instance, *others))
 
     def stranded(self, now: float) -> list[Lease]:
         """Return leases without a byte of an answer on ejected or stalled instances.
@@ -215,7 +216,7 @@ class Failover:
         instance = self._ledger.leased[lease.id]
         if instance.evidence.health.state is not Health.EJECTED and not retries.allowed(self.slots_taken):
             return []
-        begins = instance.evidence.silence.begins and not instance.begins(lease.request)
+        begins = instance.evidence.silence.begins and not is_first_of_kind(instance, lease.request)
         commands = self.move(lease, ready, now, ran=True)
         if commands and not begins:
             self._fleet.account().lost(instance, lease, now)

@@ -7,9 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from hetlb.balancer.core import learning
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_ledger import ChangeCounter
+from hetlb.balancer.core.instance import ChangeCounter, Instance
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
@@ -282,7 +282,7 @@ class FleetState:
             evidence.answers.age(now)
             sample = instance.sample
             if not by_counters or (evidence.silence.counts(now) and sample is not None and sample.running):
-                changed = instance.watch(tokens_at.get(instance.name), now) or changed
+                changed = learning.watch(instance, tokens_at.get(instance.name), now) or changed
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()

@@ -6,12 +6,9 @@ import math
 from bisect import bisect_left
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hetlb.balancer.core.types import Lease
-
-if TYPE_CHECKING:
-    from hetlb.balancer.core.policies.sight import Sight
 
 #: Number of recent answers kept, and of new ones after which their ratios are sorted.
 _KEPT_ANSWERS: Final = 200
@@ -150,14 +147,14 @@ class ForecastErrors:
             "end_coverage90": self.end.coverage,
         }
 
-    def corrected(self, sight: Sight) -> dict[str, float]:
+    def corrected(self, first_token_s: float, step_s: float, end_s: float) -> dict[str, float]:
         """Return the times of a forecast by name, corrected by the errors so far, and their 90 % bounds."""
         return {
-            "first_token_s": sight.first_token_s * self.first_token.factor,
-            "step_s": sight.step_s * self.step.factor,
-            "end_s": sight.end_s * self.end.factor,
-            "first_token_s_90": sight.first_token_s * self.first_token.bound,
-            "end_s_90": sight.end_s * self.end.bound,
+            "first_token_s": first_token_s * self.first_token.factor,
+            "step_s": step_s * self.step.factor,
+            "end_s": end_s * self.end.factor,
+            "first_token_s_90": first_token_s * self.first_token.bound,
+            "end_s_90": end_s * self.end.bound,
         }
 
     def learn(self, lease: Lease, now: float) -> None:

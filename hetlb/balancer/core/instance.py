@@ -1,68 +1,94 @@
-"""Belief about one instance: its limits and its ledger, its state, and the evidence about it."""
+"""One instance: its limits and state, in integers the sum over its live leases, and derived figures."""
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections import deque
+from typing import TYPE_CHECKING, Final, TypeAlias
 
+from hetlb.balancer.core.decode_steps import DecodeSteps
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
 from hetlb.balancer.core.forecast_errors import ForecastErrors
-from hetlb.balancer.core.instance_ledger import (
-    DEFAULT_MAX_LORAS,
-    DEFAULT_MAX_NUM_SEQS,
-    ChangeCounter,
-    InstanceLedger,
-)
-from hetlb.balancer.core.latency import DEFAULT_LATENCY
-from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
-from hetlb.balancer.core.prefix_index import PrefixIndex
-from hetlb.balancer.core.speed import MOST_UNPROFILED_FACTOR, Mark, SpeedTracker
+from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel, ideal_batch, processing_s
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
+from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
+from hetlb.balancer.core.speed import Mark, SpeedTracker
 from hetlb.balancer.core.types import (
     AdminState,
-    EngineHistory,
+    Capacity,
     EngineSample,
     Health,
     InstanceSpec,
     Lease,
+    LeaseId,
     Request,
     SleepSet,
 )
 
+if TYPE_CHECKING:
+    from hetlb.balancer.core.adapters import AdapterSlots
+    from hetlb.balancer.core.block_index import BlockIndex
+    from hetlb.balancer.core.ranks import Ranks
+    from hetlb.balancer.core.slot_times import SlotTimes
+
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
-#: An engine that lets requests wait and uses less of its KV cache lacks slots, not memory.
-_ROOM_SHARE: Final = 0.8
-#: Multiple of its forecast beyond which a first token, a second later still, shows that others wait, too.
-_LATE_FACTOR: Final = 2.0
-#: Seconds after which, while requests take every slot that was learnt, one more is tried, then two
-#: more, four more, ..., until the engine lets requests wait again. The first try waits twice as long after
-#: each that was in vain, at most this.
-_SLOTS_AGE_S: Final = 5.0
-_MOST_SLOTS_AGE_S: Final = 600.0
-#: Sequences, and a share of the own ones, that an engine may report more than hetlb sent.
-_FOREIGN_SLACK: Final = 2
-_FOREIGN_SLACK_SHARE: Final = 0.1
-#: Iterations full of prompts after which what still waits lacks a slot.
-_FULL_ITERATIONS: Final = 2.0
-#: Decode steps of the shortest answer that says anything about speed.
-_LEAST_STEPS: Final = 4.0
-#: Largest ratio of the tokens that may have been read of prompts to the tokens of read prompts at which both
-#: tell a speed.
-_MOST_PARTLY_RATIO: Final = 1.25
-#: Share of an answer's time after which a first byte came with the whole of it: not a stream.
-_WHOLE_SHARE: Final = 0.99
-#: Share of a stream's time that must have passed in decoding for it to tell how fast.
-_DECODING_SHARE: Final = 0.2
+#: Seconds without a trial of more slots than were learnt, at first.
+FIRST_TRIAL_S: Final = 5.0
+#: Limits of an engine that has not told its own: KV cache in tokens, and vLLM's defaults of `max_num_seqs`
+#: (which no metric tells), `max_loras` and `max_num_batched_tokens`.
+DEFAULT_KV_CACHE_TOKENS: Final = 131_072
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_LORAS: Final = 1
+DEFAULT_TOKEN_BUDGET: Final = 2048
+#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
+MAX_WORKLOAD_S: Final = 1e9
+#: Most sequences with kept loads of an instance.
+_KEPT_LOADS: Final = 1024
+#: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
+#: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
+#: keeps the pace of the slowest instance (`ordinary.py`, at once, mean TTFT over the same with profiles:
+#: 1.38, 1.14, 1.15, 1.14 with 2, 3, 4, 8; E2E 1.18, 1.11, 1.12, 1.20).
+_UNEXPLORED_SEQUENCES: Final = 3
+_UNEXPLORED_S: Final = 10.0
+#: Least seconds of a decode step.
+LEAST_STEP_S: Final = 1e-5
 
 
-class Instance(InstanceLedger):
-    """One incarnation of one vLLM server."""
+class ChangeCounter:
+    """Number of changes to the parameters of a fleet's instances."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+#: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines.
+Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
+
+
+def _read_by(lease: Lease) -> float:
+    """Return when the prompts of a whole answer are taken to have been read."""
+    return lease.dispatched_at + lease.forecast_first_s
+
+
+class Instance:
+    """One incarnation of one vLLM server: limits, speed and state, and sums over its leases.
+
+    Limits are configured, reported by its engine, or learnt (`learning.py`).
+    """
 
     __slots__ = (
-        "_foreign_seen", "_slots_pause_s", "_waiting_seen", "admin", "asleep", "began", "errors",
-        "evidence", "leads_back", "leaves_at", "pageless", "sample", "sample_mark", "served", "sleep",
-        "sleep_at", "slots_learnt", "slots_learnt_at", "slots_step", "twin",
+        "_first_tokens", "_loads", "_reading", "adapters", "admin", "answered_tokens", "asleep", "began",
+        "blocks", "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored",
+        "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens",
+        "in_flight", "incarnation", "incoming", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
+        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases", "leaves_at",
+        "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "parameters",
+        "parameters_version", "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens",
+        "prompts_alone", "ranks", "removed", "sample", "sample_at", "sample_mark", "sequences", "served",
+        "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
+        "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
+        "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -74,8 +100,75 @@ class Instance(InstanceLedger):
         changes: ChangeCounter | None = None,
         prefixes: PrefixIndex | None = None,
     ) -> None:
-        prefixes = PrefixIndex() if prefixes is None else prefixes
-        super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes)
+        #: Its engines as places, None if it is one place.
+        self.ranks: Ranks | None = None
+        #: None after every change of the ledger or of the parameters. Loads by the number of sequences.
+        self.last_occupancy: Occupancy | None = None
+        self._loads: list[EngineLoad | None] = []
+        self.spec = spec
+        self.name = spec.name
+        self.changes = changes or ChangeCounter()
+        self.profiled = spec.profiled
+        #: Model of the profile, of the data sheet of its GPU, or the default; and the same corrected by its
+        #: answers.
+        self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
+        self.latency = self.nominal
+        self.speed = SpeedTracker(self.profiled, now)
+        #: Instances with equal ones are of one kind; number of their changes.
+        self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
+        self.parameters_version = 0
+        self.capacity = Capacity()
+        #: Kind of its engine, "" while unknown. Data-parallel engines behind its URL: each has `1 / engines`
+        #: of its sequences and KV cache.
+        self.engine, self.engines = "", 1
+        #: Its LoRA adapters, None where it lists none.
+        self.adapters: AdapterSlots | None = None
+        #: Most tokens (prompt and output) of one sequence, None while unknown.
+        self.longest_request_tokens: int | None = None
+        #: Sequences that all its engines run at once, tokens its KV cache holds, and tokens that an iteration
+        #: computes at most; defaults while unknown.
+        self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
+        self.kv_cache_tokens = DEFAULT_KV_CACHE_TOKENS
+        self.token_budget = DEFAULT_TOKEN_BUDGET
+        self.incarnation = incarnation
+        #: Its prefix cache; another tree as soon as the cache is gone.
+        self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
+        #: Content of its cache by its own KV events, None where it publishes none.
+        self.blocks: BlockIndex | None = None
+        self.removed = False
+        #: Evidence about its slots by whole answers, None while it had none, or something else tells them.
+        self.slot_times: SlotTimes | None = None
+        self.leases: dict[LeaseId, Lease] = {}
+        #: Leases of decode legs, booked and not dispatched yet.
+        self.incoming: dict[LeaseId, Lease] = {}
+        #: Leases; leases without a sequence; sequences; booked work.
+        self.in_flight = self.slotless = self.sequences = self.work_ns = 0
+        #: Tokens of the KV cache that its leases will use (and its holds use), and the prompts' tokens among
+        #: them; shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
+        self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
+        #: Prompts and predicted answers of all sequences, prompts alone, and prompt tokens yet to be
+        #: computed.
+        self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
+        #: Sequences of requests with targets, and of streams without a token yet.
+        self.stated_sequences = self.unread_sequences = 0
+        #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
+        self._reading: deque[Lease] = deque()
+        #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
+        #: count though their requests have not, and their tokens in the KV cache.
+        self.groups: dict[LeaseId, Lease] = {}
+        self.finished_sequences, self.finished_kv_tokens = 0, 0.0
+        #: Sequences of others that its engine says it has: in both of the last two samples, in the last one.
+        self.foreign = self.foreign_seen = 0
+        #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
+        self.kv_excess_tokens = 0.0
+        self.sample_at: float | None = None
+        self.steps = DecodeSteps()
+        #: Leases so far, and tokens of all answers that have ended.
+        self.booked = self.answered_tokens = 0
+        #: True once it may run as many sequences as it has slots; until then, first tokens so far.
+        self.explored, self._first_tokens = spec.latency is not None, 0
+        #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
+        self.prompts_alone = now, 0
         self.evidence = evidence
         self.admin = AdminState.READY
         #: True if a request to it came back: it is this proxy.
@@ -88,40 +181,23 @@ class Instance(InstanceLedger):
         self.pageless = False
         #: Name of an instance that is the same process, "" for none.
         self.twin = ""
-        #: True if its engine sleeps (vLLM's sleep mode).
+        #: True if its engine sleeps (vLLM's sleep mode). Its last sleep or wake, and the time of that.
         self.asleep = False
-        #: Its last sleep or wake, and the time of that.
-        self.sleep = SleepSet(spec.name, "")
-        self.sleep_at = now
+        self.sleep, self.sleep_at = SleepSet(spec.name, ""), now
         self.errors = ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
         #: Work until the last sample, where that has its own count of tokens, and it has a profile.
         self.sample_mark: Mark | None = None
-        #: Sequences that its engine reported last beyond hetlb's own.
-        self._foreign_seen = 0
         #: Sequences that ran in the last sample while others waited for a slot.
-        self._waiting_seen = 0
+        self.waiting_seen = 0
         #: Time when its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
         #: Slots that it was seen to have, 0 while unknown; `max_num_seqs` may be more, as a trial. The next
         #: growth, and the time without a trial.
         self.slots_learnt, self.slots_step = 0, 1
-        self._slots_pause_s = _SLOTS_AGE_S
-
-    def update(self, spec: InstanceSpec, now: float) -> None:
-        """Take over another profile, capacity or weight. Its running requests teach nothing about speed."""
-        self._elapsed(now)
-        self.spec = spec
-        self.profiled = spec.profiled
-        self.explored = self.explored or spec.latency is not None
-        self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
-        self.speed = SpeedTracker(self.profiled, now)
-        self._occupancy = self.sample_mark = self.slot_times = None
-        for lease in self.leases.values():
-            lease.mark = lease.first_mark = None
+        self.slots_pause_s = FIRST_TRIAL_S
         self.learn_capacity(spec.capacity)
-        self._update()
 
     @property
     def why_not(self) -> str:
@@ -151,295 +227,374 @@ class Instance(InstanceLedger):
             return self.served
         return (self.spec.model,) if self.spec.model else ()
 
-    def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
-        """Take over the models that the engine lists. Running requests of adapters take slots now."""
-        self.served = models
-        self.adapters = None
-        if not adapters:
-            return
-        from hetlb.balancer.core.adapters import AdapterSlots
+    @property
+    def gives_ids(self) -> bool:
+        """True if its engine takes token ids for a prompt and gives the answer's."""
+        return self.engine == "vllm"
 
-        slots = AdapterSlots(frozenset(adapters), self.capacity.max_loras or DEFAULT_MAX_LORAS)
-        self.adapters = slots
-        for lease in self.leases.values():
-            slots.begin(lease.request.model)
+    def needed(self, tokens: float) -> float:
+        """Return the tokens of its KV cache that a sequence of `tokens` needs."""
+        need = self.kv_need
+        return tokens if need is None else need.tokens(tokens)
 
-    def learn_sample(self, sample: EngineSample, now: float) -> None:
-        """Take over a scrape, unless it lacks a figure of a fresh one before it.
+    def paper_work(self, request: Request, predicted: float) -> tuple[int, float, float]:
+        """Return ideal batch, processing time and work in seconds (booked in the ledger) of a request.
 
-        An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take all
-        tokens of its iterations. Two scrapes in a row that say the same are believed.
+        Xiong et al., arXiv 2504.15303: `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b.
+        Data-parallel engines run a batch each: T is divided by their number.
         """
-        last, last_at = self.sample, self.sample_at
-        if last is None and sample.running is None and sample.waiting is None and sample.kv_usage is None:
-            # A page without figures is none, as its answers tell more. It still names its engine.
-            self.learn_capacity(sample.capacity)
-            self.engine = sample.engine or self.engine
-            return
-        if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
-            pairs = ((sample.running, last.running), (sample.waiting, last.waiting))
-            if any(
-                new is None and old is not None for new, old in (*pairs, (sample.kv_usage, last.kv_usage))
-            ):
-                self.learn_capacity(sample.capacity)
-                return
-        self._occupancy = None
-        self.sample, self.slot_times = sample, None
-        self.sample_at, self.pageless = now, False
-        self.evidence.silence.read(sample.generated, now)
-        more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
-        if self.sequences and more <= _FOREIGN_SLACK + _FOREIGN_SLACK_SHARE * self.sequences:
-            more = 0  # the two counts are of different moments
-        more = max(0, more)
-        foreign, self._foreign_seen = min(more, self._foreign_seen), more
-        if foreign != self.foreign:
-            self._elapsed(now)
-            self.foreign = foreign
-        if self.profiled and sample.answered is not None:
-            if now > self.speed.last:
-                self._elapsed(now)
-            self.sample_mark = self.speed.mark()
-        self.learn_capacity(sample.capacity)
-        self.engine = sample.engine or self.engine
-        if self.adapters is not None and sample.adapters is not None:
-            self.adapters.told(sample.adapters)
-        if sample.kv_usage is not None:
-            expected = (self.kv_tokens + self.kv_prompt_tokens) / 2.0
-            self.kv_excess_tokens = max(0.0, sample.kv_usage * self.kv_cache_tokens - expected)
-        if self.groups and sample.running is not None and sample.waiting is not None:
-            # A group that came since the last scrape may be on its way.
-            arrived = sum(
-                lease.request.sequences - 1
-                for lease in self.groups.values()
-                if last_at is not None and lease.dispatched_at <= last_at
-            )
-            self._take_finished(min(arrived, self.sequences - sample.running - sample.waiting))
-        if self.capacity.max_num_seqs is not None:
-            return
-        self._learn_slots(sample, now)
+        prompt, engines = request.prompt_tokens, self.engines
+        cache, slots = self.kv_cache_tokens // engines, self.max_num_seqs // engines
+        batch = ideal_batch(cache, self.needed(prompt + predicted), 0.0, slots)
+        t_s = processing_s(self.latency, batch, prompt, predicted) / engines
+        work_s = t_s * request.sequences
+        return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
 
-    def _learn_slots(self, sample: EngineSample, now: float) -> None:
-        """Learn how many sequences it runs at once, unless it stands still."""
-        if self.evidence.silence.silent_since is not None:
-            self._waiting_seen = 0
-            return
-        running = sample.running or 0
-        fullest = sample.kv_usage if sample.kv_usage_max is None else sample.kv_usage_max
-        room = fullest is not None and fullest < _ROOM_SHARE
-        full = running if sample.waiting and room and self._waits_for_slot(running, now) else 0
-        if running > self.max_num_seqs or (full and full == self._waiting_seen):
-            self._believe_slots(running, now)
-        self._waiting_seen = full
+    @property
+    def caches_prefixes(self) -> bool:
+        """True if its engine keeps prompts for others: vLLM's default while it has not told."""
+        return self.capacity.enable_prefix_caching is not False
 
-    def learn_slots_late(self, lease: Lease, now: float) -> None:
-        """Learn how many sequences it runs at once, without metrics, from a first token that came late."""
-        if self.sample is not None or self.capacity.max_num_seqs is not None or not self.speed.seen:
-            return
-        late = now - lease.dispatched_at > _LATE_FACTOR * lease.forecast_first_s + 1.0
-        if late and lease.ahead > self.most_begun and self.speed.stood_at < lease.dispatched_at:
-            self._believe_slots(self.most_begun, now)
-
-    def learn_slots_whole(self, lease: Lease, now: float) -> None:
-        """Learn how many sequences it runs at once, without metrics, from a whole answer that ended well."""
-        times, nominal = self.slot_times, self.nominal
-        if times is None:
-            return
-        prompt, steps = float(lease.request.prompt_tokens), max(1.0, float(lease.output_tokens))
-        read_s, context = nominal.prefill_s(prompt), prompt + steps / 2.0
-
-        def expected_s(batch: float) -> float:
-            return read_s + steps * nominal.step_s(batch, batch * context)
-
-        slots = times.answered(lease.id, expected_s, now)
-        if slots and slots != self.max_num_seqs:
-            self._believe_slots(slots, now)
-
-    def _believe_slots(self, slots: int, now: float) -> None:
-        """Take over an observed number of slots. After a trial in vain the next one comes later."""
-        in_vain = slots <= self.slots_learnt
-        self._slots_pause_s = min(_MOST_SLOTS_AGE_S, 2.0 * self._slots_pause_s) if in_vain else _SLOTS_AGE_S
-        self.slots_learnt, self.slots_learnt_at, self.slots_step = slots, now, 1
-        self.max_num_seqs = slots
-        self._update()
-
-    def _age_slots(self, now: float) -> None:
-        """Try more slots than were learnt, some time after that, while all of them are taken."""
-        learnt_at = self.slots_learnt_at
-        pause_s = self._slots_pause_s if self.slots_step == 1 else _SLOTS_AGE_S
-        if learnt_at is None or now - learnt_at < pause_s or self.capacity.max_num_seqs is not None:
-            return
-        default = DEFAULT_MAX_NUM_SEQS * self.engines
-        if self.max_num_seqs < default and self.unfinished_sequences >= self.max_num_seqs:
-            self.slots_learnt = self.max_num_seqs  # they have lasted
-            self.max_num_seqs = min(default, self.max_num_seqs + self.slots_step)
-            self.slots_learnt_at, self.slots_step = now, 2 * self.slots_step
-            self._update()
-
-    def token(self, now: float) -> bool:
-        """Note that a token came at `now`. Return True if that ends a stall.
-
-        The time without a token is no evidence about the speed of the instance.
-        """
-        evidence = self.evidence
-        since = evidence.silence.silent_since
-        if since is not None:
-            self._stood(since, now)
-            evidence.silence.silent_since = None
-        return evidence.token(now)
-
-    def watch(self, token_at: float | None, now: float) -> bool:
-        """Check by its newest token if the instance works. Return True if a stall began or ended.
-
-        Called about twice a second.
-        """
-        evidence = self.evidence
-        changed = token_at is not None and token_at > evidence.silence.token_at and self.token(token_at)
-        counts = evidence.silence.counts(now)
-        since, need_s, late_s = math.inf, 0.0, 0.0
-        least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
-        stands_s = least_s
-        for lease in self.leases.values():
-            if lease.incoming or not lease.own or not lease.request.sequences:
-                continue
-            if lease.first_token_at is None:
-                if since == math.inf:
-                    # Of a whole answer nothing is heard before its end, but by the engine's own counters.
-                    shown = counts or lease.request.streamed
-                    since = lease.dispatched_at
-                    need_s = lease.forecast_first_s if shown else lease.forecast_end_s
-                    late_s = max(0.0, now - since - _LATE_FACTOR * need_s - 1.0)
-            elif lease.request.streamed:
-                since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
-                stands_s = STANDS_S
-                break
-        begins = since < math.inf and self._begins_at(max(since, evidence.silence.token_at))
-        stalls = evidence.silence.watch(since, need_s, late_s, stands_s, least_s, now, begins=begins)
-        changed = evidence.watched(stalls, now) or changed
-        if evidence.silence.silent_since is not None:
-            self._stood(evidence.silence.silent_since, now)
-        else:
-            self.speed.age(now)
-            self._age_slots(now)
-        return changed
-
-    def begins(self, request: Request) -> bool:
-        """Return True if its process is not known to have answered such a request before."""
-        features, begun = request.features, self.evidence.begun
-        return features is not None and any(each not in begun for each in features)
-
-    def _begins_at(self, silent_since: float) -> bool:
-        """Return True if a request of a new kind came as it fell silent."""
-        return any(
-            lease.first_token_at is None
-            and lease.dispatched_at <= silent_since + STANDS_S
-            and self.begins(lease.request)
-            for lease in self.leases.values()
-        )
-
-    def _waits_for_slot(self, running: int, now: float) -> bool:
-        """Return True if what waits first behind the `running` oldest sequences lacks a slot.
-
-        It may also have come in the last iterations, or lack tokens where prompts take all of an iteration;
-        while prompts are computed, a first token shows when an iteration began. Only prefill legs and streams
-        show when their prompt has been computed.
-        """
-        unread, left, began_at = 0, running, -math.inf
-        for lease in self.leases.values():
-            if not lease.incoming:
-                if left <= 0:
-                    full_s = self.load.prompt_token_s * self.token_budget
-                    early = not unread or lease.dispatched_at < began_at
-                    if not early or now - lease.dispatched_at <= _FULL_ITERATIONS * full_s:
-                        return False
-                    break
-                left -= lease.request.sequences
-                if lease.first_token_at is not None:
-                    began_at = max(began_at, lease.first_token_at)
-                elif lease.request.streamed or lease.decode is not None:
-                    unread += lease.unread_tokens
-        return unread + running < self.token_budget * self.engines
-
-    def learn_history(self, told: EngineHistory, now: float) -> bool:
-        """Take over the speed by the engine's means, if no answer showed one. True if it changed."""
-        if self.profiled or self.speed.seen:
-            return False
-        model, batch, budget = self.nominal, told.batch, float(self.token_budget)
-        tokens = batch * (told.prompt + told.output / 2.0)
-        # As many prompts are read beside an answer as answers run.
-        delay_s = batch * model.read_delay_s(told.prompt, 0.0, batch, tokens, budget)
-        step_s, read_s = told.output * model.step_s(batch, tokens) + delay_s, 0.0
-        if told.prefill_s is not None:
-            read_s = model.first_token_s(told.prompt, 0.0, 0.0, batch, tokens, budget)
-        answer_s, prefill_s = told.output * told.step_s, told.prefill_s or 0.0
-        if not self.speed.told(read_s + step_s, prefill_s + answer_s, now):
-            return False
-        if prefill_s > 0.0 and read_s > 0.0:  # reading and decoding apart, beside the factor of both
-            both, most = (prefill_s + answer_s) / (read_s + step_s), MOST_UNPROFILED_FACTOR
-            reading, decoding = [
-                max(1.0 / most, min(most, each))
-                for each in (prefill_s / read_s / both, answer_s / step_s / both)
+    def learn_capacity(self, newer: Capacity) -> None:
+        """Take over the engine's report of its capacity; figures it does not know stay."""
+        capacity = self.capacity = self.capacity.updated(newer)
+        self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        self.kv_need = need = capacity.kv_need
+        cache, single = capacity.kv_cache_tokens, capacity.kv_tokens_per_request
+        longest = (capacity.max_model_len, single, cache)
+        if need is not None:
+            ahead = self.token_budget * (2 if capacity.async_scheduling else 1)
+            cache, single = [
+                None if each is None else need.scaled(each, capacity.max_model_len, ahead)
+                for each in (cache, single)
             ]
-            self.nominal = model.with_factors(reading, 1.0, decoding, 0.0, 0.0, 0.0)
-        self.explored = True
-        self.take_speed()
-        return True
+            held = None if cache is None else need.longest(cache if single is None else single)
+            longest = (capacity.max_model_len, None if held is None or held == math.inf else int(held), None)
+        known = [limit for limit in longest if limit is not None]
+        self.longest_request_tokens = min(known) if known else None
+        if self.adapters is not None:
+            self.adapters.slots = capacity.max_loras or DEFAULT_MAX_LORAS
+        engines = capacity.engines or 1
+        if capacity.max_num_seqs is not None:
+            self.max_num_seqs = capacity.max_num_seqs * engines
+        else:
+            self.max_num_seqs = self.max_num_seqs * engines // self.engines
+        self.engines = self.speed.engines = engines
+        self.kv_cache_tokens = cache or DEFAULT_KV_CACHE_TOKENS * engines
+        self.changed()
+        count = self.engines if capacity.rank_header and self.spec.kv_transfer is None else 1
+        if count < 2:
+            self.ranks = None
+        elif self.ranks is None or len(self.ranks.each) != count:
+            from hetlb.balancer.core.ranks import Ranks
 
-    def learn_prefill(self, lease: Lease, now: float) -> bool:
-        """Correct the speed by the first token of an answer. True if that changed the latency model."""
-        if self.profiled:
-            changed = self._confirm(now)
-            if changed:
-                self.take_speed()
-            return changed
-        if lease.ahead > self.most_begun:
-            return False  # it may have waited for a slot
-        seconds = now - lease.dispatched_at
-        if self.speed.stood_at >= lease.dispatched_at:
-            if lease.mark is None:
-                return False
-            seconds -= self.speed.stood_s - lease.mark.stood_s
-        changed = self.speed.observe_prefill(lease.expected_first_s, seconds, now)
-        if changed:
-            self.take_speed()
-        return changed
+            self.ranks = Ranks(count)
 
-    def _confirm(self, now: float) -> bool:
-        """Compare the time to prefill the first prompts after an idle time with the profile.
+    def take_speed(self) -> None:
+        """Scale the latency model by the factor of the speed tracker."""
+        factor = self.speed.factor
+        self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
+        self.changed()
 
-        Each iteration computed as many prompts as were there. Return True if that changed the factor.
-        """
-        since, before_tokens = self.prompts_alone
-        if since == math.inf or self.speed.stood_at >= since or self.adapters is not None:
-            return False  # answers run beside them, it stood, or loads adapters
-        budget = float(self.token_budget)
-        done, pending = self.speed.prompt_tokens - before_tokens, self.pending_prompt_tokens
-        read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
-        if read > _MOST_PARTLY_RATIO * done:
-            return False  # the last iteration may have begun before others came
-        leases = self.in_flight - self.slotless
-        prompts = max(1.0, read * leases / max(1.0, float(done + pending)))
-        mean, each = read / prompts, max(1.0, prompts / self.engines)
-        expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
-        expected_s += self.nominal.first_token_s(mean, 0.0, 0.0, 0.0, 0.0, budget, each)
-        return self.speed.begin(expected_s, now - since, now)
+    def changed(self) -> None:
+        """Take over parameters that were set."""
+        slots, cache = self.max_num_seqs, self.kv_cache_tokens
+        parameters = (self.latency, self.token_budget, slots, cache, self.engines)
+        if parameters != self.parameters:
+            self.parameters = parameters
+            self.parameters_version += 1
+            self.changes.count += 1
+            self._loads.clear()
+            self.last_occupancy = None
 
-    def learn_speed(self, lease: Lease, now: float) -> bool:
-        """Correct the speed by one answer that ended well. True if that changed the latency model."""
-        steps = lease.output_tokens / lease.request.sequences - 1.0
-        first_at, mark = lease.first_token_at, lease.first_mark
-        if first_at is None or mark is None or steps < _LEAST_STEPS:
-            return False
-        took_s, began_at = now - lease.dispatched_at, first_at
-        if first_at - lease.dispatched_at >= _WHOLE_SHARE * took_s:
-            if lease.mark is None:
-                return False
-            mark, began_at = lease.mark, lease.dispatched_at
-        elif now - first_at < _DECODING_SHARE * took_s:
-            return False
+    @property
+    def unfinished_sequences(self) -> int:
+        """Sequences of its leases without the ones that have ended by the engine's own count."""
+        return self.sequences - self.finished_sequences
+
+    @property
+    def load(self) -> EngineLoad:
+        """Load of each of its engines now."""
+        running, loads = self.sequences - self.finished_sequences + self.foreign, self._loads
+        load = loads[running] if running < len(loads) else None
+        if load is None:
+            load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
+            if running < _KEPT_LOADS:
+                while len(loads) <= running:
+                    loads.append(None)
+                loads[running] = load
+        return load
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """The ledger as scoring reads it."""
+        occupancy = self.last_occupancy
+        if occupancy is None:
+            occupancy = self.last_occupancy = Occupancy(self)
+        return occupancy
+
+    def seen(self, now: float) -> Occupancy:
+        """Return the ledger as scoring reads it at a time."""
+        sample_at = self.sample_at
+        if self.foreign and sample_at is not None and now - sample_at > SIGNAL_STALE_S:
+            self.elapsed(now)
+            self.foreign, self.last_occupancy = 0, None
+        if self._reading and _read_by(self._reading[0]) <= now:
+            self.elapsed(now)
+        return self.occupancy
+
+    @property
+    def kv_utilization(self) -> float:
+        """Promised fraction of the KV cache: the paper's u."""
+        promised = self.promised_tokens if self.kv_need is None else self.kv_tokens
+        return promised / self.kv_cache_tokens
+
+    @property
+    def work_s(self) -> float:
+        """The paper's W_i: assigned and not yet completed work, in seconds."""
+        return self.work_ns / 1e9
+
+    def explored_sequences(self, now: float) -> float:
+        """Return the sequences that it may run at once until it is explored."""
+        waited_s = 0.0
+        for oldest in self.leases.values():
+            if oldest.request.sequences:
+                waited_s = 0.0 if oldest.first_token_at is not None else now - oldest.dispatched_at
+                break
+        by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
+        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
+
+    def acquire(self, lease: Lease) -> None:
+        """Book a lease."""
+        assert lease.work_ns >= 0, f"{lease!r} books negative work"
+        assert lease.kv_tokens >= lease.kv_prompt_tokens >= 0, f"{lease!r} books negative KV tokens"
+        now, speed = lease.dispatched_at, self.speed
+        if now > speed.last:
+            self.elapsed(now)
+        self.last_occupancy = None
+        if not self.unread_sequences and not speed.begun:
+            self.prompts_alone = math.inf if self.sequences else now, speed.prompt_tokens
+        self.leases[lease.key] = lease
+        self.work_ns += lease.work_ns
+        self.kv_tokens += lease.kv_tokens
+        self.kv_prompt_tokens += lease.kv_prompt_tokens
+        shared = lease.shared
+        if shared is not None:
+            self.kv_tokens += shared.new_tokens
+            self.kv_prompt_tokens += shared.new_tokens
+        self.promised_tokens += lease.promised_tokens
+        self.prompt_tokens += lease.prompt_tokens
+        self.pending_prompt_tokens += lease.unread_tokens
+        self.in_flight += 1
+        self.booked += 1
+        self.slotless += not lease.request.sequences
+        self.sequences += lease.request.sequences
+        if lease.request.service.stated:
+            self.stated_sequences += lease.request.sequences
+        if lease.request.streamed:
+            self.unread_sequences += lease.request.sequences
+        elif lease.request.generates:
+            self._reading.append(lease)
+        lease.ahead = self.sequences - self.finished_sequences
+        # Of a whole answer (not a stream) it is not known when it began: its speed shows only if at once.
+        if not lease.incoming:
+            if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
+                lease.mark = speed.mark()
+            if not lease.request.streamed:
+                self.steps.begin(lease)
+                unknown = self.capacity.max_num_seqs is None and self.sample_at is None
+                if unknown and not self.profiled and self.slot_times is None:
+                    from hetlb.balancer.core.slot_times import slot_times_of
+
+                    self.slot_times = slot_times_of(self.leases.values(), lease)
+        if lease.request.sequences > 1:
+            self.groups[lease.id] = lease
+        tree = self.tree
+        if tree.unused:
+            tree.evict(self.kv_cache_tokens - self.kv_tokens)
+        if self.slot_times is not None and lease.request.sequences:
+            self.slot_times.begin(lease.id, now)
+        if self.adapters is not None:
+            self.adapters.begin(lease.request.model)
+        if self.blocks is not None and lease.request.blocks is not None:
+            self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
+        if self.ranks is not None:
+            self.ranks.book(lease, self)
+
+    def begin(self, lease: Lease, now: float) -> None:
+        """Note that the decode leg of a lease is dispatched."""
+        if now > self.speed.last:
+            self.elapsed(now)
+        self.last_occupancy = None
+        del self.incoming[lease.id]
+        lease.incoming = False
+        lease.dispatched_at = now
+        if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
+            lease.mark = self.speed.mark()
+        if not lease.request.streamed:
+            self._reading.append(lease)
+            self.steps.begin(lease)
+
+    def keep(self, tokens: int) -> None:
+        """Keep `tokens` more tokens of prompts for other instances; less if below 0."""
+        self.last_occupancy = None
+        self.held_tokens += tokens
+        self.kv_tokens += tokens
+        self.kv_prompt_tokens += tokens
+        if tokens < 0:
+            self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Note that the first byte of an answer came: its prompt has been read. Idempotent."""
+        if lease.first_token_at is not None:
+            return
         speed = self.speed
-        seen_s = now - began_at - (speed.stood_s - mark.stood_s)
-        changed = speed.answered(self.nominal, mark, seen_s, steps, now, self.token_budget)
-        lease.expected_s, lease.seen_s, lease.mixed = speed.last_expected_s, seen_s, speed.last_mixed
-        if changed:
-            self.take_speed()
-        return changed
+        if now > speed.last:
+            self.elapsed(now)
+        self._read(lease, now)
+        if not self.explored:
+            self._first_tokens += lease.request.sequences
+            self.explored = self.explored_sequences(now) >= self.max_num_seqs
+        lease.first_token_at = now
+        lease.first_mark = speed.mark()
+        if lease.begun_steps is None:
+            self.steps.begin(lease)
+        if self.steps.sequences > self.steps.most:
+            self.steps.most = self.steps.sequences
+        if lease.request.streamed:
+            self.unread_sequences -= lease.request.sequences
+
+    def _read(self, lease: Lease, now: float) -> None:
+        """Note once that its prompts have been read."""
+        if lease.unread_tokens:
+            least_s = self.latency.step_s(1.0, 0.0)
+            self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
+            self.pending_prompt_tokens -= lease.unread_tokens
+            lease.unread_tokens = 0
+        if self.ranks is not None:
+            self.ranks.begun(lease)
+        self.last_occupancy = None
+
+    def release(self, lease: Lease, now: float) -> None:
+        """Give back exactly a lease's bookings, once."""
+        assert not lease.ended, f"{lease!r} was released before"
+        assert self.leases.get(lease.key) is lease, f"{lease!r} is not booked on {self.name}"
+        del self.leases[lease.key]
+        if now > self.speed.last:
+            self.elapsed(now)
+        if lease.incoming:
+            del self.incoming[lease.id]
+            lease.incoming = False
+        lease.ended = True
+        self.last_occupancy = None
+        self.answered_tokens += lease.output_tokens
+        self.work_ns -= lease.work_ns
+        self.kv_tokens -= lease.kv_tokens
+        self.kv_prompt_tokens -= lease.kv_prompt_tokens
+        self.promised_tokens -= lease.promised_tokens
+        self.prompt_tokens -= lease.prompt_tokens
+        if lease.first_token_at is None:
+            self.pending_prompt_tokens -= lease.unread_tokens
+            if lease.request.streamed:
+                self.unread_sequences -= lease.request.sequences
+        reading = self._reading
+        while reading and (reading[0].ended or reading[0].first_token_at is not None):
+            reading.popleft()
+        if self.slot_times is not None:
+            self.slot_times.end(lease.id, now)
+        self.in_flight -= 1
+        self.slotless -= not lease.request.sequences
+        self.sequences -= lease.request.sequences
+        self.steps.end(lease)
+        if lease.request.service.stated:
+            self.stated_sequences -= lease.request.sequences
+        if lease.request.sequences > 1:
+            del self.groups[lease.id]
+            self.take_finished(self.finished_sequences)
+        if lease.shared is not None:
+            self._let_go(lease)
+        if self.adapters is not None:
+            self.adapters.end(lease.request.model)
+        if self.blocks is not None:
+            self.blocks.end(lease.id)
+        if self.ranks is not None:
+            self.ranks.release(lease, self)
+        negative = self.work_ns < 0 or self.promised_tokens < 0 or self.prompt_tokens < 0
+        negative = negative or self.kv_prompt_tokens < 0 or self.kv_tokens < self.kv_prompt_tokens
+        negative = negative or self.pending_prompt_tokens < 0 or self.in_flight < 0 or self.sequences < 0
+        assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
+
+    def _let_go(self, lease: Lease) -> None:
+        """End the use of shared prefixes; computed blocks stay in the engine's cache for a while."""
+        shared, request = lease.shared, lease.request
+        assert shared is not None
+        tree = self.tree if shared.node is None else shared.node.tree
+        if lease.first_token_at is not None and tree is self.tree and not self.removed:
+            answer, reported = lease.output_tokens // max(1, request.sequences), lease.reported_cached_tokens
+            if self.ranks is not None:  # one engine's report says nothing of the other engines' caches
+                reported, tree.share = None, self.ranks.cache_share
+            tree.answered(shared, request.prefix_keys, request.prompt_tokens, answer, reported)
+        freed = tree.detach(shared.node)
+        self.kv_tokens -= freed
+        self.kv_prompt_tokens -= freed
+        tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    def elapsed(self, now: float) -> None:
+        """Count the steps until now, and tell the speed tracker what decoded, with the tokens so far.
+
+        Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
+        when their forecast says so. The prompts of streams without a token take their part of the iterations.
+        """
+        running, unread = self.sequences - self.finished_sequences, self.unread_sequences
+        prompts = float(self.prompt_tokens)
+        if self.incoming:  # booked and not there yet
+            for lease in self.incoming.values():
+                running -= lease.request.sequences
+                unread -= lease.request.sequences if lease.request.streamed else 0
+                prompts -= lease.prompt_tokens
+        decoding = running - unread
+        if decoding > self.max_num_seqs:
+            decoding = self.max_num_seqs
+        foreign, tokens = self.foreign, 0.0
+        if decoding > 0:
+            progress = self.steps
+            begun = progress.sequences
+            grown = progress.grown_tokens / (begun if begun > decoding else decoding)
+            tokens = decoding * (prompts / running + grown)
+            if foreign:
+                tokens += self.kv_excess_tokens
+            load = self.load
+            step_s = load.step_s + load.token_s * tokens / load.engines
+            if unread > 0:
+                pending, room = self.pending_prompt_tokens / load.engines, load.budget - load.batch
+                step_s += load.prompt_token_s * (pending if pending < room else max(0.0, room))
+            self.last_occupancy = None
+            progress.per_s = 1.0 / (step_s if step_s > LEAST_STEP_S else LEAST_STEP_S)
+            since_s = now - self.speed.last
+            steps = since_s * progress.per_s if since_s > 0.0 else 0.0
+            progress.total += steps
+            tokens += decoding * steps / 2.0
+        else:
+            decoding = 0
+        self.speed.elapsed(decoding + foreign, tokens, now)
+        reading = self._reading
+        while reading and _read_by(reading[0]) <= now:
+            lease = reading.popleft()
+            if not lease.ended and not lease.incoming and lease.first_token_at is None:
+                self._read(lease, now)
+
+    def stood(self, since: float, now: float) -> None:
+        """Take over that it stood still since then."""
+        self.elapsed(now)
+        self.steps.total -= self.speed.stood(since, now) * self.steps.per_s
+
+    def take_finished(self, sequences: int) -> None:
+        """Take over how many sequences of live requests have ended. Each request keeps one at least."""
+        self.last_occupancy = None
+        groups = self.groups.values()
+        most = sum([lease.request.sequences - 1 for lease in groups])
+        self.finished_sequences = finished = max(0, min(sequences, most))
+        self.finished_kv_tokens = 0.0
+        if finished:
+            kv_tokens = sum([lease.kv_tokens + lease.kv_prompt_tokens for lease in groups]) / 2.0
+            self.finished_kv_tokens = kv_tokens * finished / (most + len(groups))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.instance_ledger import InstanceLedger
+    from hetlb.balancer.core.instance import Instance
 
 #: Age of a scrape, in seconds, beyond which it says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
@@ -33,7 +33,7 @@ class EngineLoad:
         "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
-    def __init__(self, instance: InstanceLedger, fewer: EngineLoad | None = None) -> None:
+    def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
         """`fewer` is the load with one sequence less, if it is known."""
         sequences = instance.sequences - instance.finished_sequences + instance.foreign
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
@@ -78,7 +78,7 @@ class Occupancy:
         "load", "now_s", "oldest_at", "prefilling", "running", "sample_at", "unread",
     )  # fmt: skip
 
-    def __init__(self, instance: InstanceLedger) -> None:
+    def __init__(self, instance: Instance) -> None:
         self.load = load = instance.load
         running = instance.sequences - instance.finished_sequences + instance.foreign
         self.running = float(running)

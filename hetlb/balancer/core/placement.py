@@ -369,7 +369,7 @@ class Placement:
             return False, long
         for each in self.fleet.ready[request.model].able:
             running += each.sequences - each.finished_sequences
-            grown += each.grown_tokens
+            grown += each.steps.grown_tokens
         if running > ended:
             long *= 1.0 + (1.0 - ended / running) * grown / (running * predicted)
             if request.max_tokens is not None and long > request.max_tokens:

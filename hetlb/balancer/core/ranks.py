@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hetlb.balancer.core.prefix_index import PrefixIndex, Shared, Tree
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.instance_ledger import InstanceLedger
+    from hetlb.balancer.core.instance import Instance
     from hetlb.balancer.core.types import Lease
 
 #: Part of an answer's decoding beside the sequences that run at its dispatch: on average they are half done.
@@ -55,7 +55,7 @@ class Ranks:
         self.each = [Rank(Tree(self._index, number)) for number in range(count)]
         self._leases: dict[Any, RankBooking] = {}
 
-    def book(self, lease: Lease, instance: InstanceLedger) -> None:
+    def book(self, lease: Lease, instance: Instance) -> None:
         """Choose the engine of a lease on its instance, and book it there."""
         request, count = lease.request, len(self.each)
         prompt, keys = request.prompt_tokens, request.prefix_keys
@@ -103,7 +103,7 @@ class Ranks:
             self.each[booked.rank].unread_tokens -= booked.unread_tokens
             booked.unread_tokens = 0
 
-    def release(self, lease: Lease, instance: InstanceLedger) -> None:
+    def release(self, lease: Lease, instance: Instance) -> None:
         """Give back the bookings of a lease; its prompt stays in the cache of its engine for a while."""
         booked = self._leases.pop(lease.key, None)
         if booked is None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core import rejections
+from hetlb.balancer.core import learning, rejections
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.evidence.retries import MOST_MOVES
 from hetlb.balancer.core.failover import Failover, is_refusal
@@ -179,13 +179,18 @@ class Scheduler:
         instance.evidence.begins(lease.id)
         if lease.request.features:
             instance.evidence.begun.update(lease.request.features)
-        if lease.request.sequences and instance.token(now):
+        if lease.request.sequences and learning.token_came(instance, now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
         if lease.request.streamed and instance.sample is None:
-            instance.learn_slots_late(lease, now)
+            learning.learn_slots_late(instance, lease, now)
         taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
-        if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
+        if (
+            taught
+            and lease.request.streamed
+            and lease.decode is None
+            and learning.learn_prefill(instance, lease, now)
+        ):
             if instance.profiled:
                 self.failover.misplaced_model = instance.spec.model
             else:
@@ -252,8 +257,8 @@ class Scheduler:
         if request.generates and not request.generated and not odd:
             self.predictor.observe(request, lease.output_tokens / request.sequences)
             if instance.slot_times is not None and not request.streamed:
-                instance.learn_slots_whole(lease, now)
-            if instance.learn_speed(lease, now):
+                learning.learn_slots_whole(instance, lease, now)
+            if learning.learn_speed(instance, lease, now):
                 fleet.share_speed(instance.spec.model, instance.profiled)
             instance.errors.learn(lease, now)
             if request.service.stated:
@@ -468,7 +473,7 @@ class Scheduler:
                 instance.asleep = False
                 fleet.emptied(instance)
         elif isinstance(change, InstanceUpdated):
-            instance.update(change.spec, now)
+            learning.take_spec(instance, change.spec, now)
             self._look_for_links((change.spec,))
             fleet.share_speed(change.spec.model, instance.profiled)
         elif instance.served == change.models:
@@ -476,7 +481,7 @@ class Scheduler:
         else:
             if not change.models:
                 fleet.outlives(instance.models, now)
-            instance.learn_models(change.models, change.adapters)
+            learning.learn_models(instance, change.models, change.adapters)
         fleet.reindex(now)
         return self.backlog.flush(now)
 
@@ -487,8 +492,8 @@ class Scheduler:
             return []
         longest, slept = instance.longest_request_tokens, instance.asleep
         finished = instance.finished_sequences
-        instance.learn_sample(sample, now)
-        if sample.history is not None and instance.learn_history(sample.history, now):
+        learning.learn_sample(instance, sample, now)
+        if sample.history is not None and learning.learn_history(instance, sample.history, now):
             self.fleet.share_speed(instance.spec.model, False)
         if instance.spec.kv_transfer is not None:
             self._splits.sampled(instance, sample, now)

@@ -9,10 +9,12 @@ began. The number with the least variance of that ratio is believed once others 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.types import Lease
 
 #: Numbers of slots that are compared; the last stands for no limit that matters.
 CANDIDATES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
@@ -114,3 +116,12 @@ class SlotTimes:
             if fit.deviation < best.deviation:
                 best, slots = fit, each
         return slots if most.deviation > _WORSE_FACTOR * best.deviation else 0
+
+
+def slot_times_of(leases: Iterable[Lease], new: Lease) -> SlotTimes:
+    """Return the evidence of an instance with these leases, before a new one of them."""
+    times = SlotTimes()
+    for each in leases:
+        if each is not new and each.request.sequences:
+            times.begin(each.id, each.dispatched_at)
+    return times

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.learning import learn_prefill
 from hetlb.balancer.core.ledger import nearest
 from hetlb.balancer.core.placement import Decision, Splitting, check_choice
 from hetlb.balancer.core.policies.base import Choice
@@ -172,7 +173,7 @@ class HandOvers(Splitting):
         self._ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
         source = self._ledger.drop(lease, now, Outcome.OK)
-        if source.learn_prefill(lease, now):
+        if learn_prefill(source, lease, now):
             self._scheduler.fleet.share_speed(source.spec.model, source.profiled)
         link = source.spec.kv_transfer
         planned = lease.decode

@@ -11,7 +11,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance_ledger import MAX_WORKLOAD_S
+from hetlb.balancer.core.instance import MAX_WORKLOAD_S
 from hetlb.balancer.core.policies.base import Choice
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.score_terms import FINISH_INDEX

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_ledger import MAX_WORKLOAD_S
+from hetlb.balancer.core.instance import MAX_WORKLOAD_S, Instance
 from hetlb.balancer.core.policies.base import Choice, Policy
 from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foreseen

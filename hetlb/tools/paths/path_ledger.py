@@ -1,4 +1,4 @@
-"""Ledger of the stages of a model: like `core.instance_ledger`, for requests that use several workers.
+"""Ledger of the stages of a model: like `core.instance`, for requests that use several workers.
 
 A path books token-layers of KV on every stage it crosses and gives back exactly the same, once, however
 it ends. Figures are integers: a ledger is at any moment the sum over its leases.

@@ -9,7 +9,7 @@ from hetlb.balancer.config.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from hetlb.balancer.core.instance_ledger import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity

@@ -103,9 +103,9 @@ def check_instance(instance: Instance) -> None:
     assert instance.groups == groups, instance.name
     assert 0 <= instance.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
     assert all(not lease.ended for lease in leases), instance.name
-    grown = sum(lease.request.sequences * instance.age(lease) for lease in leases)
-    assert math.isclose(instance.grown_tokens, grown, abs_tol=1e-3), instance.name
-    if (kept := instance._occupancy) is not None:
+    grown = sum(lease.request.sequences * instance.steps.age(lease) for lease in leases)
+    assert math.isclose(instance.steps.grown_tokens, grown, abs_tol=1e-3), instance.name
+    if (kept := instance.last_occupancy) is not None:
         anew = Occupancy(instance)
         assert (kept.load.batch, id(kept.load.latency)) == (anew.load.batch, id(anew.load.latency))
         assert all(getattr(kept, name) == getattr(anew, name) for name in _SEEN), instance.name

@@ -102,7 +102,7 @@ async def test_what_waits_in_the_old_process_has_the_right_of_way(tmp_path: Path
             for each in (old, new):
                 [instance] = each.scheduler.instances
                 instance.max_num_seqs = 1
-                instance._update()
+                instance.changed()
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
                 asking = [asyncio.create_task(request(session, old.address[1])) for _ in range(20)]

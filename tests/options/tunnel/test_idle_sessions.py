@@ -103,7 +103,7 @@ async def test_a_full_engine_takes_a_session_and_no_request_waits_behind_one(tmp
         async with talking(tmp_path, engine, policy={"name": "hetlb"}) as running:
             instance = running.instance("i0")
             instance.max_num_seqs = 1
-            instance._update()
+            instance.changed()
             engine.hold()
             asking = asyncio.create_task(running.ask())
             await engine.asked_for()

@@ -84,7 +84,7 @@ def parts(
     work = []
     for each in instances:
         own = shares.get(each.name) or InstanceShare()
-        tokens = own.output_tokens + each.grown_tokens
+        tokens = own.output_tokens + each.steps.grown_tokens
         work.append(PROMPT_WEIGHT * (own.prompt_tokens + each.prompt_tokens) + tokens)
     whole = sum(work)
     out = {each.name: _out(each, now) for each in instances}

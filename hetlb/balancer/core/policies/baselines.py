@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import ClassVar, Final
 
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.instance_ledger import MAX_WORKLOAD_S
+from hetlb.balancer.core.instance import MAX_WORKLOAD_S, Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.policies.base import Policy, PolicyParams

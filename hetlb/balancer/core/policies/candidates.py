@@ -37,7 +37,7 @@ def candidate_of(ctx: SchedulingContext, each: Sight, weights: Weights) -> Candi
         workload=workload,
         terms={term.name: float(getattr(each, term.name)) for term in TERMS},
         weights={term.name: weight for term, weight in zip(TERMS, weights, strict=True)},
-        forecast=each.instance.errors.corrected(each),
+        forecast=each.instance.errors.corrected(each.first_token_s, each.step_s, each.end_s),
     )
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.config.profile_writer import write_profile
-from hetlb.balancer.core.instance_ledger import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.output_files import write_text
