@@ -38,7 +38,7 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "attempt", "driver", "driver_timers", "ends", "engine_answer", "engine_request", "exchange",
+            "attempt", "driver", "driver_timers", "ends", "engine_answer", "exchange",
             "exchange_states", "kept_answers", "plain_attempt", "relocations", "scheduler_driver",
             "served_fleet", "streamed_answer",
         )
@@ -53,7 +53,7 @@ COMPILED = (
         f"balancer/http/{name}.py"
         for name in (
             "connection_states", "error_responses", "forward_headers", "http1", "openai_body",
-            "paced_reading", "prefix_cuts", "request_reader", "sse", "text_shape", "transfer_fields",
+            "paced_reading", "request_reader", "sse", "text_shape", "transfer_fields",
         )
     ),
     *(

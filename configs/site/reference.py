@@ -37,7 +37,7 @@ from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, Health, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
 from hetlb.balancer.engines.series_reader import MOST_SERIES
-from hetlb.balancer.exchange import ends, exchange_states, kept_places, owed
+from hetlb.balancer.exchange import attempt, ends, exchange_states, kept_places
 from hetlb.balancer.http import (
     error_responses,
     forward_headers,
@@ -577,14 +577,14 @@ def states_page() -> str:
         "Each attempt of a request says what it is owed, and each watch asks that:",
         "\n".join(
             _table(
-                ("owed", "for", *(name for name, _ in owed.WATCHES)),
+                ("owed", "for", *(name for name, _ in attempt.WATCHES)),
                 [
                     (
                         each.name,
                         each.of,
-                        *("yes" if getattr(each, field) else "no" for _, field in owed.WATCHES),
+                        *("yes" if getattr(each, field) else "no" for _, field in attempt.WATCHES),
                     )
-                    for each in owed.OWED
+                    for each in attempt.OWED
                 ],
             )
         ),

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.types import InstanceChange
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, MakeSplits
-    from hetlb.balancer.exchange.engine_request import EngineRequest
-    from hetlb.balancer.exchange.exchange import Maker
+    from hetlb.balancer.exchange.exchange import EngineRequest, Maker
     from hetlb.balancer.fleet.shared_fleet import SleepWatch
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.endpoints import Kind

@@ -14,7 +14,7 @@ from hetlb.balancer.clients import client_response
 from hetlb.balancer.core.policies.base import Policy
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
-from hetlb.balancer.exchange import engine_answer, engine_request, exchange, plain_attempt
+from hetlb.balancer.exchange import engine_answer, exchange, plain_attempt
 from hetlb.balancer.exchange import streamed_answer as streamed
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 #: Classes of which a method raises while the poisoned request is at work.
 PARTS = (
     exchange.Exchange, plain_attempt.Plain, plain_attempt.Handling, client_response.ClientResponse,
-    engine_answer.EngineAnswer, engine_request.EngineRequest, streamed.StreamedAnswer,
+    engine_answer.EngineAnswer, exchange.EngineRequest, streamed.StreamedAnswer,
 )  # fmt: skip
 
 

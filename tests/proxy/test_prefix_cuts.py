@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.http.prefix_cuts import _MOST_KEYS, FIRST_TOKENS, cuts
+from hetlb.balancer.clients.prompt_keys import _MOST_KEYS, FIRST_TOKENS, cuts
 
 FIRSTS = st.sampled_from((1, 16, FIRST_TOKENS))
 PARTS = st.lists(st.integers(1, 20_000), max_size=12)

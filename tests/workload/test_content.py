@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.http.prefix_cuts import FIRST_TOKENS, cuts
+from hetlb.balancer.clients.prompt_keys import FIRST_TOKENS, cuts
 from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.rows import Row
 

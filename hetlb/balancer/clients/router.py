@@ -22,8 +22,7 @@ from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.types import PromptBlocks, RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.engine_request import EngineRequest
-from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange import EngineRequest, Exchange
 from hetlb.balancer.exchange.plain_attempt import PlainMaker
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH, Kind

@@ -15,15 +15,16 @@ from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED,
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Lease, Outcome, RejectReason, Request
+from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
 from hetlb.balancer.exchange.attempt import WAITING, Attempt
 from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Answer
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
@@ -239,3 +240,33 @@ class Exchange:
         """Change the state by a row of `exchange_states.TRANSITIONS`."""
         self.phase = transition.take(self.phase)
         self.since = now
+
+
+#: Methods of requests that may lack both a body and its length.
+_BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
+
+
+class EngineRequest:
+    """Request of one client for whichever engine gets it; `label` is its `x-request-id` there."""
+
+    __slots__ = ("body", "head", "label")
+
+    def __init__(self, head: RequestHead, body: bytes, label: str) -> None:
+        self.head = head
+        self.label = label.encode("ascii")
+        self.body = body
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of its body that some engines refuse."""
+        from hetlb.balancer.http.request_features import features_of
+
+        return features_of(self.body)
+
+    def send(self, connection: EngineConnection, lines: bytes, body: bytes) -> None:
+        """Send it with these lines as its head, and this body."""
+        if body or self.head.method not in _BODILESS:
+            head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (lines, self.label, len(body))
+        else:
+            head = b"%bx-request-id: %b\r\n\r\n" % (lines, self.label)
+        connection.send(head, body)

@@ -20,13 +20,12 @@ from hetlb.balancer.engines.engine_pools import EnginePool
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
-from hetlb.balancer.exchange.attempt import Attempt
+from hetlb.balancer.exchange.attempt import ANSWER, REPLY, TOKENS, Attempt, Owed
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import LOOP_STATUS, EngineAnswer
 from hetlb.balancer.exchange.exchange import SSE_KINDS, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.owed import ANSWER, REPLY, TOKENS, Owed
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.answer_form import ODD, PATHS, WRONG

@@ -14,7 +14,7 @@ import msgspec
 
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
-from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import EngineRequest
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind

@@ -20,8 +20,7 @@ from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
-from hetlb.balancer.exchange.engine_request import EngineRequest
-from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange import EngineRequest, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
 from hetlb.balancer.exchange.plain_attempt import Handling, Plain, take_usage
 from hetlb.balancer.http import error_responses

@@ -29,14 +29,12 @@ from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, O
 from hetlb.balancer.engines.upstream import EngineConnection, SideCall
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
-from hetlb.balancer.exchange.attempt import Attempt
+from hetlb.balancer.exchange.attempt import ANSWER, Attempt, Owed
 from hetlb.balancer.exchange.driver import Driver, Splits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
-from hetlb.balancer.exchange.engine_request import EngineRequest
-from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange import EngineRequest, Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.owed import ANSWER, Owed
 from hetlb.balancer.exchange.plain_attempt import PLAIN, Handling, Plain
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TypeAlias
 
-from hetlb.balancer.http.prefix_cuts import FIRST_TOKENS, cuts
+from hetlb.balancer.clients.prompt_keys import FIRST_TOKENS, cuts
 from hetlb.tools.workload.rows import Row, spans_of
 
 #: A span of a prompt: its name, and its length in tokens.

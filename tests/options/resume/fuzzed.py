@@ -6,7 +6,7 @@ import json
 
 from fuzz.costs import Make, Reader, many
 
-from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import EngineRequest
 from hetlb.balancer.http import http1
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind

@@ -17,7 +17,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
-from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import EngineRequest
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.telemetry.access_log import keyvalue_line

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import EngineRequest
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ChunkedDecoder, RequestHead

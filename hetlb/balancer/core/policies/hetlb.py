@@ -1,7 +1,7 @@
 """`hetlb`, the default policy: late binding to the instance with the least cost in time for all requests.
 
 1. Room: an instance has a free slot, and its KV cache, as expected in use, holds the request. While all
-   instances have work, one with many prompts to read takes no more: see `unread`.
+   instances have work, one with many prompts to read takes no more: see `leave_unread`.
 2. Score: the sum of `TERMS`, each in seconds times its weight: the time of the request there, the
    delay of requests running there (the externality), the delay of prompts that come there later.
 3. Hold: a slower instance is passed over if a faster, full one has the better score, its wait until the
@@ -10,7 +10,7 @@
 4. Pick: the least score among instances with room; of equals the one that showed more speed.
 
 This file has these four. A feature is a step of its own that is asked if the fleet uses it: `restraints`
-(doubt), `room_for_targets`, `together` (conversations), `burst_end`, `guesses` (no profile), LoRA adapters in
+(doubt), `room_for_targets`, `rules` (conversations, the end of a burst, no profile), LoRA adapters in
 `score_terms`. Scoring reads and changes nothing.
 """
 
@@ -26,13 +26,17 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
-from hetlb.balancer.core.policies.burst_end import end_burst
 from hetlb.balancer.core.policies.candidates import candidate_of
-from hetlb.balancer.core.policies.guesses import precedes, worth_a_try
+from hetlb.balancer.core.policies.rules import (
+    end_burst,
+    keep_together,
+    leave_unread,
+    most_cached,
+    precedes,
+    worth_a_try,
+)
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
-from hetlb.balancer.core.policies.together import keep_together, most_cached
-from hetlb.balancer.core.policies.unread import leave_unread
 from hetlb.balancer.core.types import Candidate
 
 #: Least share of the faster instances' speed left for waiting requests, at any arrival rate
