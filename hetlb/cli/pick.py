@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hetlb.options.peers.shared_table import check_shared
+    from hetlb.options.peers import check_shared
     from hetlb.options.pick.pick_service import PickService, check_pick
 
     fleet = fleet_of(args)

@@ -102,7 +102,7 @@ def _check_alone(fleet: Fleet) -> None:
     if hands_over and shared is not None:
         raise InputError(f"{where}shared: expected none with kv_transfer: peers do not know what it holds")
     if shared is not None:
-        from hetlb.options.peers.shared_table import check_shared
+        from hetlb.options.peers import check_shared
 
         check_shared(shared, f"{where}shared")
 

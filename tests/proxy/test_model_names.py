@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
-from helpers import request, turns_until
+from helpers import HANG_S, request, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.services import Engine, Running, serving
+from proxy.services import METRICS, Engine, Running, document, serving
+from proxy.upstreams import Visit, plain
 
 from hetlb.balancer.clients.model_names import rename_in_form, rename_in_json
 from hetlb.balancer.clients.service_classes import ServiceClasses
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.types import Reject
+from hetlb.balancer.core.types import Health, Reject
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.errors import ConfigError
 
@@ -45,6 +47,40 @@ async def ask(running: Running, model: str, key: str = "") -> tuple[int, str | N
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as reply:
         return reply.status, reply.headers.get("x-hetlb-instance")
+
+
+class Keeping(Engine):
+    """Its metrics page says when it was started, and it loads and unloads models meanwhile."""
+
+    async def _route(self, visit: Visit) -> None:
+        if b"GET /metrics" in visit.head:
+            visit.send(plain(METRICS + b"process_start_time_seconds 1.7e+09\n"))
+        else:
+            await super()._route(visit)
+
+
+async def test_an_engine_that_unloads_its_model_is_looked_at_once_it_says_so(tmp_path: Path) -> None:
+    """Its list is read once in ten intervals otherwise: half a minute of 404 for all."""
+    async with Keeping() as engine:
+        missing = b'{"error":{"message":"The model `m` does not exist.","code":404}}'
+        table = document(engine, scrape={"interval_s": 3.0, "timeout_s": HANG_S})
+        async with serving(tmp_path, table) as running:
+            well, engine.reply = engine.reply, plain(missing, b"404 Not Found")
+            assert (await running.ask()).status == 404  # it still lists the model: the client is told
+            engine.served = ""
+            asked = []
+
+            async def ask_until_one_waits() -> None:
+                while running.instance("i0").evidence.health.state is Health.UP:
+                    asked.append((await running.ask()).status)
+                    await asyncio.sleep(0.1)
+
+            async with asyncio.timeout(15.0):
+                await ask_until_one_waits()
+            assert set(asked) <= {404}
+            waits = asyncio.create_task(running.ask())
+            engine.served, engine.reply = "m", well
+            assert (await waits).status == 200
 
 
 async def test_models_name_the_background_class_that_a_key_may_use(tmp_path: Path) -> None:

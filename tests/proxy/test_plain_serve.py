@@ -44,7 +44,7 @@ OF_CLI = {"hetlb.cli", *(f"hetlb.cli.{name}" for name in ("flags", "main", "serv
 #: Options that are imported: what a process needs while another takes its place.
 PEERS = (
     "hub", "lease_wire", "offer", "operators", "peer_messages", "remote_leases",
-    "shared_table", "shared_view", "sharing",
+    "shared_view", "sharing",
 )  # fmt: skip
 OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
 #: Imported when a cause is seen that is rare, as on a machine without a CPU to spare: counted nowhere.

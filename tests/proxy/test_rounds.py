@@ -8,7 +8,7 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import EngineSample, Outcome, Probed, ProbeResult
+from hetlb.balancer.core.types import EngineSample, ModelsLearned, Outcome, Probed, ProbeResult
 from hetlb.balancer.engines.rounds import Looked, Rounds
 
 MOST_S = 15.0
@@ -53,6 +53,19 @@ def test_an_engine_with_a_request_is_looked_at_in_every_round() -> None:
     assert rounds.due(engines, (), now + 1.0) == ["i0"]
     scheduler.on_lease_ended(lease, Outcome.OK, now)
     assert not rounds.looked(seen, instance, now)
+
+
+def test_the_list_of_an_engine_without_its_own_model_is_read_at_each_look() -> None:
+    """It was read once in 60 intervals, and an engine that had loaded its model got no requests meanwhile."""
+    scheduler, rounds, engines = fleet()
+    seen, instance = engines["i0"], scheduler.instances[0]
+    looks(rounds, seen, instance, "i0", 20.0)
+    seen.models_at = 19.0
+    assert not rounds.models_due(seen, instance, 20.0)
+    scheduler.on_instance(ModelsLearned("i0", ("other",), ()), 20.0)
+    assert rounds.models_due(seen, instance, 20.0)
+    scheduler.on_instance(ModelsLearned("i0", ("m", "other"), ()), 20.0)
+    assert not rounds.models_due(seen, instance, 20.0)
 
 
 def test_an_engine_in_doubt_or_with_requests_of_others_is_looked_at_in_every_round() -> None:

@@ -106,12 +106,11 @@ class Rounds:
         idle = seen.interval_s > self._least_s and seen.looks % 2 == 0
         return idle and instance is not None and not self._matters(instance, now)
 
-    def models_due(self, seen: Looked, now: float) -> bool:
-        """Return True if the list of models is to be read again."""
-        idle = seen.interval_s > self._least_s
-        return seen.anonymous or now - seen.models_at >= self._least_s * (
-            _MODELS_IDLE if idle else _MODELS_BUSY
-        )
+    def models_due(self, seen: Looked, instance: Instance | None, now: float) -> bool:
+        """Return True if the list of models is to be read again: at each look if its own one is missing."""
+        lacks = instance is not None and instance.spec.model not in ("", *instance.models)
+        intervals = _MODELS_IDLE if seen.interval_s > self._least_s else _MODELS_BUSY
+        return seen.anonymous or lacks or now - seen.models_at >= self._least_s * intervals
 
     def looked(self, seen: Looked, instance: Instance | None, now: float) -> bool:
         """Set the time of the next look after one. Return True if the engine is busy or in doubt."""

@@ -231,6 +231,12 @@ class EngineWatch:
             self.models[name] = entries
             self._learned(listed)
 
+    def doubt(self, name: str) -> None:
+        """Look soon what an engine has, which says that it has not what it was asked for."""
+        seen = self._seen.get(name)
+        if seen is not None and self._now() - seen.looked_at >= self._table.interval_s:
+            seen.models_at, seen.interval_s = -math.inf, 0.0
+
     def look_up_models(self, done: Callable[[], None]) -> bool:
         """Read the lists of all engines that are up, then call `done`. False: they were read just now."""
         if not self._looking_up:
@@ -321,7 +327,7 @@ class EngineWatch:
         read = light and await self._measure(name, seen, now)
         if not answers and not read:
             result, detail = await self._probe(name, seen, instance)
-        if result is ProbeResult.OK and self._rounds.models_due(seen, now):
+        if result is ProbeResult.OK and self._rounds.models_due(seen, instance, now):
             # Its models are read before it counts as up: another server may be at its address by now.
             listed, why = await self._read_models(name, seen, instance)
             if listed is ProbeResult.LOADING:

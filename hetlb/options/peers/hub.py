@@ -24,6 +24,8 @@ import msgspec
 from hetlb.options.peers.peer_messages import Receive, each_frame, farewell, framed
 from hetlb.turns import turns
 
+#: Start of the URL of a hub: the path of its Unix socket follows.
+HUB: Final = "hub:"
 #: Bytes that may wait for a peer of a hub that does not read.
 _MAX_UNREAD_BYTES: Final = 64 << 20
 #: Seconds that the last messages may take to leave.

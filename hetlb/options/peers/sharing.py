@@ -26,7 +26,7 @@ from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.peers import peer_messages
-from hetlb.options.peers.hub import HubTransport
+from hetlb.options.peers.hub import HUB, HubTransport
 from hetlb.options.peers.lease_wire import (
     PeerChange,
     WireAdmitted,
@@ -37,7 +37,6 @@ from hetlb.options.peers.lease_wire import (
 )
 from hetlb.options.peers.operators import OperatorChanges
 from hetlb.options.peers.peer_messages import PeerTransport
-from hetlb.options.peers.shared_table import HUB
 from hetlb.options.peers.shared_view import SharedView
 from hetlb.tasks import ended
 from hetlb.turns import turns
