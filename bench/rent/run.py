@@ -58,8 +58,6 @@ KEYS = ("8b", "70b")
 REPEATS = 1
 #: Every this many cases one is solved by binary search too, which is slow.
 SEARCHED = 4
-#: Arrivals over the planned rate where a fleet is filled one by one and not at once.
-OVERLOAD = 1.1
 #: The plans whose whole fleet is simulated: spread over models, traces, budgets and availabilities.
 TRUTH = (
     ("8b", "trace1_swiss_ai", 15.0, "avail1"),
@@ -438,8 +436,6 @@ def truth(bench: Bench) -> dict[str, Any]:
             found = simulate_plan(table, plan, policy=policy, predictor=predictor)
             row[f"{policy}/{predictor}"] = found.request_throughput / plan.throughput
             row[f"{policy}/{predictor} to the end"] = len(found.records) / found.makespan_s / plan.throughput
-        arriving = simulate_plan(table, plan, predictor="oracle", load=OVERLOAD)
-        row["hetlb/oracle arriving"] = arriving.request_throughput / plan.throughput
         row["rr planned"] = round_robin_rate(planned.problem, plan.counts) / plan.throughput
         rows.append(row)
         print(
@@ -449,11 +445,6 @@ def truth(bench: Bench) -> dict[str, Any]:
             dict(plan.counts),
             flush=True,
         )
-    arriving_each = [row["hetlb/oracle arriving"] for row in rows]
-    print(
-        f"hetlb/oracle, requests arriving at {OVERLOAD:g} times the planned rate: within 5 % in "
-        f"{sum(abs(v - 1) <= 0.05 for v in arriving_each)} of {len(rows)}, least {min(arriving_each):.3f}"
-    )
     for key in ("hetlb/oracle", "hetlb/empirical"):
         values = [row[key] for row in rows]
         # Under round robin the fast instances are done long before the slow ones: only the end tells.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from hetlb.tools.plan.layouts import (
 )
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.plan.tp_search import Option, Part, Throughput, best_pipelines, search
-from hetlb.tools.plan.trace_throughput import Throughputs
+from hetlb.tools.plan.trace_throughput import Throughputs, spread
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 LLAMA = {
@@ -158,6 +159,31 @@ def test_cheaper_is_better_where_both_meet_the_target() -> None:
     assert gpus_of(evaluated[0].layout) == 1
     assert evaluated[0].worth is not None
     assert evaluated[0].worth.slo_attainment == 1.0
+
+
+def test_a_fleet_serves_what_its_instances_serve_alone() -> None:
+    throughput = Throughputs(ROWS, "simulate").of
+    machines = [box("a", "a100_sxm", 1, (1,)), box("l", "l40s", 2, (1,))]
+    instances = {m.kind: instances_of(cluster(m), throughput) for m in machines}
+    one = Part(1)
+    alone = sum(m.gpus * instances[m.kind][one].throughput_tok_s for m in machines)
+    whole = LayoutFleet(machines, instances, ROWS, LayoutTarget(math.inf, SloLimits()))
+    served = whole.simulate({"a": (one,), "l": (one, one)}, math.inf).total_token_throughput
+    assert served == pytest.approx(alone, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sample_of_a_trace_has_its_mean_lengths(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = [(1 + int(rng.lognormvariate(6, 0.9)), 1 + int(rng.lognormvariate(5, 0.8))) for _ in range(8000)]
+    chosen = spread(rows, 400)
+    assert len(chosen) == 400
+    rest = iter(rows)
+    assert all(row in rest for row in chosen)  # in the order of the trace
+    for of in (0, 1):
+        means = [sum(row[of] for row in some) / len(some) for some in (chosen, rows)]
+        assert means[0] == pytest.approx(means[1], rel=0.05)
+    assert spread(rows[:100], 400) == rows[:100]
 
 
 @pytest.mark.parametrize("kind", ["simulate", "static"])

@@ -18,7 +18,6 @@ from hetlb.tools.workload.records import (
     summarize,
     tokens_within,
     weighted_percentile,
-    while_full,
 )
 
 seconds = st.floats(min_value=0.0, max_value=1e4)
@@ -223,20 +222,3 @@ def test_all_at_once_is_steady_while_something_waits() -> None:
     assert steady["drain_s"] == 1.0
     assert steady["offered_token_throughput"] is None
     assert summarize([])["steady"]["total_token_throughput"] == 0.0
-
-
-def test_servers_are_full_until_one_gets_no_more_requests() -> None:
-    """One server answers a request a second up to 60 s; the other one gets its last request at 40 s."""
-    fast = [record(0.0, float(i), i + 1.0, 100) for i in range(60)]
-    slow = [record(0.0, 10.0 * i, 10.0 * i + 30.0, 100, name="b") for i in range(5)]
-    from_s, to_s = while_full([*fast, *slow, failed(0.0, 90.0)])
-    assert (from_s, to_s) == (pytest.approx(8.0), 40.0)
-    tokens = sum(tokens_within(each, from_s, to_s) for each in fast)
-    assert tokens / (to_s - from_s) == pytest.approx(110, rel=0.01)
-    assert while_full([]) == (0.0, 0.0)
-
-
-def test_a_server_that_runs_its_first_batch_alone_is_full_until_an_answer_of_it_ends() -> None:
-    fast = [record(0.0, float(i), i + 1.0, 100) for i in range(60)]
-    slow = [record(0.0, 1.0, 50.0 + i, 100, name="b") for i in range(4)]
-    assert while_full([*fast, *slow])[1] == 50.0

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.common.fleet_run import OVERLOAD, SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.throughput import SloLimits
@@ -25,13 +25,13 @@ from hetlb.tools.plan.trace_throughput import Rows
 from hetlb.tools.sim.alone import batch_of
 from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import RequestResult, summarize, tokens_within, while_full
+from hetlb.tools.workload.records import steady_figures
 
 #: Length of a run at a rate in simulated seconds, and bounds of its requests.
 _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
-#: Requests of a run at once for every sequence that the fleet runs together, and the most of them.
-_SEQUENCE_REQUESTS, _MOST_AT_ONCE = 4, 12_000
+#: Requests of a run without a rate for every sequence that the fleet runs together, and the most of them.
+_SEQUENCE_REQUESTS, _MOST_FILLING = 8, 24_000
 #: Least throughput of a layout that takes another one's place, over that one's.
 _LEAST_GAIN = 1.01
 #: The most simulated layouts of a machine, and instances of a fleet.
@@ -78,7 +78,7 @@ def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """Requests per second for the whole fleet, infinite where all wait at the start; latencies to be met."""
+    """Requests per second for the whole fleet, infinite for more than it serves; latencies to be met."""
 
     request_rate: float
     slo: SloLimits
@@ -123,24 +123,28 @@ class LayoutFleet:
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> LayoutsWorth:
         """Return the instances of these layouts, by machine, under the default policy at a rate.
 
-        Raises `StoppedError` after the limits.
+        An infinite rate is more than they serve. Raises `StoppedError` after the limits.
         """
-        servers = self._servers(layouts)
-        at_once = math.isinf(request_rate)
-        if at_once:
+        servers, rate = self._servers(layouts), request_rate
+        if math.isinf(request_rate):
             count = max(_LEAST_REQUESTS, self._filling(servers))
+            tokens_s = math.fsum(
+                self.instances[machine.kind][part].throughput_tok_s
+                for machine in self.machines
+                for part in layouts.get(machine.name, ())
+            )
+            rate = OVERLOAD * tokens_s * len(self.rows) / sum(i + o for i, o in self.rows)
         else:
             count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, request_rate * _RUN_S)))
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
-        planned = arrivals(rows, request_rate, random.Random(self.seed), count)
+        planned = arrivals(rows, rate, random.Random(self.seed), count)
         outputs, over = [output for _, output in rows], lambda: self.limits.over
         records = run_fleet(servers, planned, outputs, seed=self.seed, stopped=over).records
         met = self.target.slo.share_met(records)
-        if at_once:
-            return LayoutsWorth(_tokens_per_s_while_full(records), 0.0, met, len(records))
-        steady = summarize(records)["steady"]
-        return LayoutsWorth(steady["total_token_throughput"], met * request_rate, met, len(records))
+        tokens_s = steady_figures(records)["total_token_throughput"]
+        goodput = met * request_rate if math.isfinite(request_rate) else 0.0
+        return LayoutsWorth(tokens_s, goodput, met, len(records))
 
     def _filling(self, servers: Sequence[SimulatedServer]) -> int:
         """Return the requests that keep all servers full for most of a run."""
@@ -149,7 +153,7 @@ class LayoutFleet:
 
     def can_be_filled(self, layouts: Mapping[str, Layout]) -> bool:
         """Return False if more requests are needed to fill these layouts than are simulated."""
-        return self._filling(self._servers(layouts)) <= _MOST_AT_ONCE
+        return self._filling(self._servers(layouts)) <= _MOST_FILLING
 
     def _servers(self, layouts: Mapping[str, Layout]) -> list[SimulatedServer]:
         return [
@@ -175,13 +179,6 @@ class LayoutFleet:
                 worth = self.simulate({machine.name: each.layout}, request_rate)
                 simulated.append(replace(each, worth=worth))
         return sorted(simulated, key=_rank) or found
-
-
-def _tokens_per_s_while_full(records: Sequence[RequestResult]) -> float:
-    """Return the prompt and output tokens/s while the fleet is neither filling nor emptying."""
-    from_s, to_s = while_full(records)
-    tokens = math.fsum(tokens_within(record, from_s, to_s) for record in records if record.ok)
-    return tokens / (to_s - from_s) if to_s > from_s else 0.0
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:

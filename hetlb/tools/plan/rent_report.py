@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table as Grid
 
+from hetlb.tools.plan.common.fleet_run import OVERLOAD
 from hetlb.tools.plan.common.remarks import remarks
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.planning import Table
@@ -305,8 +306,9 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
         unknown = simulated["lengths_unknown"]["request_throughput"]
         lines.append(
             f"simulation of the whole fleet under the policy {simulated['policy']}, steady part of "
-            f"{simulated['requests']} requests: {known:.4g} requests/s ({known / rate:.1%} of the plan) if "
-            f"answer lengths are known in advance, {unknown:.4g} ({unknown / rate:.1%}) if they are not"
+            f"{simulated['requests']} requests at {OVERLOAD:g} times the plan's rate: {known:.4g} requests/s "
+            f"({known / rate:.1%} of the plan) if answer lengths are known in advance, {unknown:.4g} "
+            f"({unknown / rate:.1%}) if they are not"
         )
     if (clustering := document["clustering"]) is not None:
         lines.append(

@@ -1,8 +1,7 @@
 """A rented fleet under the production scheduler, in virtual time: the real rate of a plan.
 
-All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
-proportions. The rate counts tokens while all servers are full, in requests:
-batches of alike answers that began together end together, so that completions come in waves.
+Requests come at more than the planned rate, their types mixed in the plan's proportions. The rate is of
+tokens while they keep coming (`steady_figures`), in requests of the planned mix.
 Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
 """
@@ -18,7 +17,7 @@ from functools import partial
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.policies.worth import ALIKE_LOG_LENGTHS, busy_s, log_ratio
-from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.common.fleet_run import OVERLOAD, SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.planning import Table
 from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
@@ -26,14 +25,12 @@ from hetlb.tools.plan.throughput import interleave, with_bubbles
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import RequestResult, tokens_within, while_full
+from hetlb.tools.workload.records import RequestResult, steady_figures
 
 #: Length of a run, in stays of a request in the instance that turns its batch over most slowly; bounds
 #: of its requests.
 _RUN_STAYS = 10
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
-#: With arrivals: completions count after this share of their time.
-_ARRIVED_SHARE = 0.4
 #: Least share of a simulated type.
 _LEAST_SHARE = 0.005
 
@@ -142,7 +139,7 @@ def simulate_plan(
     policy: str = "hetlb",
     predictor: str = "empirical",
     seed: int = 0,
-    load: float = math.inf,
+    load: float = OVERLOAD,
     plain: bool = False,
     stopped: Callable[[], bool] | None = None,
 ) -> SimulatedFleet:
@@ -170,15 +167,8 @@ def simulate_plan(
         planned = arrivals(rows, load * plan.throughput * part, random.Random(seed))
         found = serve(servers, planned, [output for _, output in rows], model=model).records
         ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
-        from_s, to_s = _ARRIVED_SHARE * planned[-1].scheduled_s, planned[-1].scheduled_s
-        if math.isinf(load):
-            from_s, to_s = while_full(found)
-        served = math.fsum(
-            tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
-            for record in found
-            if record.ok
-        )
-        rate = min(rate, served / (to_s - from_s) / part if to_s > from_s else 0.0)
+        tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in own)
+        rate = min(rate, steady_figures(found)["total_token_throughput"] / tokens)
         makespan_s = max(makespan_s, ended[-1])
         records += found
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)

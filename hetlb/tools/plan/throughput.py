@@ -49,6 +49,8 @@ _LEAST_SLO_REQUESTS, _MOST_SLO_REQUESTS = 300, 2000
 #: With Poisson arrivals: share of the rate that brings the time of a token to its target.
 _SLO_SHARE = 0.8
 _RATIO_DIGITS = 3
+#: The golden section: steps of it through sorted lengths give them well mixed.
+GOLDEN_SHARE = 0.6180339887
 
 #: Requests of a mix with their weight: (share, rows of (prompt, output) tokens).
 Mix = Sequence[tuple[float, Sequence[tuple[int, int]]]]
@@ -78,8 +80,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
     for number in range(1, count + 1):
         chosen = max(range(len(mix)), key=lambda t: mix[t][0] / total * number - given[t])
         own = mix[chosen][1]
-        # Steps of a golden section: lengths of a type that were sorted come well mixed.
-        rows.append(own[int(given[chosen] * 0.6180339887 * len(own)) % len(own)])
+        rows.append(own[int(given[chosen] * GOLDEN_SHARE * len(own)) % len(own)])
         given[chosen] += 1
     return rows
 

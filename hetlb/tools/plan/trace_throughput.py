@@ -19,6 +19,7 @@ from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.fleet_run import arrivals
+from hetlb.tools.plan.throughput import GOLDEN_SHARE
 from hetlb.tools.sim.alone import full_tokens_per_s, requests_while_full
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.iteration_times import IterationRule
@@ -41,7 +42,7 @@ class RowSample:
 
 
 def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
-    """Return rows within the cluster's limits, spread evenly over the trace, in its order."""
+    """Return rows within the cluster's limits, spread evenly over all lengths, in the trace's order."""
     limits = cluster.limits
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
     within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
@@ -51,10 +52,25 @@ def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
             f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "
             f"and {limits.max_output_tokens} output tokens, got {got} of {len(rows)}"
         )
-    chosen = within
-    if len(within) > count:
-        chosen = [within[index * len(within) // count] for index in range(count)]
-    return RowSample(chosen, len(within), len(rows))
+    return RowSample(spread(within, count), len(within), len(rows))
+
+
+def spread(rows: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """Return at most `count` rows in their order, with the lengths of all of them.
+
+    Example: 400 of 8,000. By prompts they are 20 groups of equal size. Each is sorted by answers, up in one
+    and down in the next. Of every 20 rows in that order one is taken, at another place each time.
+    """
+    if len(rows) <= count:
+        return rows
+    groups = math.isqrt(count)
+    order: list[int] = []
+    by_prompt = sorted(range(len(rows)), key=lambda index: rows[index])
+    for group in range(groups):
+        own = by_prompt[group * len(rows) // groups : (group + 1) * len(rows) // groups]
+        order += sorted(own, key=lambda index: rows[index][1], reverse=group % 2 == 1)
+    places = ((number + number * GOLDEN_SHARE % 1.0) * len(rows) / count for number in range(count))
+    return [rows[index] for index in sorted(order[int(place)] for place in places)]
 
 
 class Throughputs:

@@ -232,22 +232,6 @@ def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> floa
     return ends[math.ceil(0.99 * len(ends)) - 1] - start_s if ends else None
 
 
-def while_full(records: Sequence[RequestResult]) -> tuple[float, float]:
-    """Return the times between which all servers are full, of a run whose requests all wait at the start.
-
-    A server is full until an answer ends after its last request began. Batches that began together have mixed
-    by `STEADY_FROM_SHARE` of the time until the first server is no longer full.
-    """
-    done = [record for record in records if record.ok]
-    last: dict[str, float] = {}
-    for record in done:
-        last[record.instance] = max(last.get(record.instance, 0.0), _begun_s(record))
-    ends = (record.last_token_s or 0.0 for record in done)
-    emptying = (end for end, record in zip(ends, done, strict=True) if end >= last[record.instance])
-    to_s = min(emptying, default=0.0)
-    return STEADY_FROM_SHARE * to_s, to_s
-
-
 def _class_figures(
     records: Sequence[RequestResult], classes: Mapping[str, ServiceClass], per_second: float
 ) -> dict[str, Any]:
@@ -273,19 +257,25 @@ def _class_figures(
     return found
 
 
-def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: float) -> dict[str, Any]:
+def steady_figures(
+    records: Sequence[RequestResult],
+    start_s: float = 0.0,
+    end_s: float = 0.0,
+    from_share: float = STEADY_FROM_SHARE,
+) -> dict[str, Any]:
     """Return the rates while requests keep coming, and how long the run went on after that (`drain_s`).
 
-    The window ends with the last due time; if all are due at once, with the last first token, since until
-    then something waits. It begins after `STEADY_FROM_SHARE` of that time. Prompt tokens count at the first
-    token, output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s`
-    count from the first due time; `offered_token_throughput` is None if all are due at once.
+    This is the steady part of every run of a fleet, measured or simulated. It ends with the last due time; if
+    all are due at once, with the last first token, since until then something waits. It begins after
+    `from_share` of that time. Prompt tokens count at the first token, output tokens evenly from the first to
+    the last one, a request when it ends. `from_s` and `to_s` count from the first due time;
+    `offered_token_throughput` is None if all are due at once.
     """
     done = [record for record in records if record.ok and record.last_token_s is not None]
     last_due_s = max((record.scheduled_s for record in records), default=start_s)
     at_once = last_due_s <= start_s
     to_s = max((_begun_s(record) for record in done), default=start_s) if at_once else last_due_s
-    from_s = start_s + STEADY_FROM_SHARE * (to_s - start_s)
+    from_s = start_s + from_share * (to_s - start_s)
     seconds = to_s - from_s
     per_second = 1.0 / seconds if seconds > 0 else 0.0
     ended = sum(from_s < (record.last_token_s or 0.0) <= to_s for record in done)

@@ -18,6 +18,9 @@ from hetlb.tools.sim.kv_links import KvLinks
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
 from hetlb.tools.workload.rows import Row
 
+#: Arrivals at a fleet that is to be full, over the rate that it is planned to serve: more keeps coming.
+OVERLOAD = 1.1
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedServer:

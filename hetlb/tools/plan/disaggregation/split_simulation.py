@@ -20,12 +20,12 @@ from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fle
 from hetlb.tools.plan.common.servers import KV_LEASE_S
 from hetlb.tools.plan.disaggregation.cost import ProfileCost
 from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
-from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.tools.plan.disaggregation.split_cluster import RequestLengths, Role, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.sim.kv_links import KvLinks, KvPath
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.records import RequestResult, steady_figures
 
 #: Offered load, as a share of the planned throughput.
 LOAD_SHARE = 1.05
@@ -36,7 +36,7 @@ _AS_GOOD_SHARE = 0.98
 #: Length of the run, in stays of a request in the slowest group; bounds of its requests.
 _RUN_STAYS = 6.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
-#: Share of the arrivals' time before completions count, until the last arrival.
+#: Share of the arrivals' time before the steady part: a run is a few stays of a request.
 _FROM_SHARE = 0.45
 
 
@@ -110,7 +110,7 @@ def simulate_plan(
     planned = arrivals(drawn, offered, rng)
     outputs = [output for _, output in rows]
     result = run_fleet(servers, planned, outputs, policy=policy, links=links, seed=seed)
-    return _measure(result.records, planned[-1].scheduled_s, result.transfers)
+    return _measure(result.records, cluster.workload, result.transfers)
 
 
 #: A plan and its simulated rates.
@@ -239,16 +239,15 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
     return _RUN_STAYS * stay_s * plan.throughput
 
 
-def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:
-    first_s = _FROM_SHARE * last_s
-    ended = [r for r in records if r.ok and r.end_s is not None and first_s <= r.end_s <= last_s]
-    arrived = [r for r in records if r.ok and r.scheduled_s >= first_s]
-    seconds = max(1e-9, last_s - first_s)
+def _measure(records: Sequence[RequestResult], workload: RequestLengths, transfers: int) -> Simulated:
+    steady = steady_figures(records, from_share=_FROM_SHARE)
+    arrived = [r for r in records if r.ok and r.scheduled_s >= steady["from_s"]]
     ttft = [r.ttft_s for r in arrived if r.ttft_s is not None]
     tpot = [r.tpot_s for r in arrived if r.tpot_s is not None]
+    served = steady["request_throughput"]
     return Simulated(
-        len(ended) / seconds,
-        sum(r.output_tokens for r in ended) / seconds,
+        served,
+        served * workload.output_tokens,
         math.fsum(ttft) / max(1, len(ttft)),
         math.fsum(tpot) / max(1, len(tpot)),
         transfers,
