@@ -14,10 +14,11 @@ import hashlib
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -213,6 +214,7 @@ class Measured:
     slo: SloLimits | None = None
     runs: int = 0
     _known: dict[str, float] = field(default_factory=dict)
+    _digests: dict[int, tuple[object, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is None:
@@ -236,21 +238,29 @@ class Measured:
 
     def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
         """Return the requests/s of all types of a mix together."""
-        spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
         # Proportions to three digits: further ones are the same to an engine.
-        rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
-        text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
-        key = hashlib.sha256(text.encode()).hexdigest()
+        rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), rows) for share, rows in mix]
+        parts = [(share, self._digest(rows)) for share, rows in rounded]
+        of = self._digest(profile, engine_of), self._digest(stages)
+        key = hashlib.sha256(repr((_engine_digest(), of, parts, self.slo)).encode()).hexdigest()
         if key not in self._known:
             if self.slo is None:
-                rate = saturated_rate(spec, rounded, stages)
+                rate = saturated_rate(engine_of(profile), rounded, stages)
             else:
                 rate = rate_within(engine_of(with_bubbles(profile, rounded, stages)), rounded, self.slo)
             self._known[key] = rate
             self.runs += 1
             self._keep(key, rate)
         return self._known[key]
+
+    def _digest(self, part: Any, content: Callable[[Any], object] = lambda part: part) -> str:
+        """Return a digest of an object's content, made once. The object is kept, so that its id is, too."""
+        known = self._digests.get(id(part))
+        if known is None:
+            text = repr(content(part)).encode()
+            known = self._digests[id(part)] = part, hashlib.sha256(text).hexdigest()
+        return known[1]
 
     def _keep(self, key: str, rate: float) -> None:
         if self.path is None:
