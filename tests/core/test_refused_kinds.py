@@ -144,3 +144,20 @@ def test_requests_that_wait_for_the_servers_of_their_kind_delay_no_others() -> N
     assert dispatched(scheduler.on_arrival(request(21, path=CHAT), 0.4)).instance == "a"
     freed = next(lease for lease in running if lease.instance == "b")
     assert dispatched(scheduler.on_lease_ended(freed, Outcome.OK, 0.5)).request.id == 20
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_streams_alone_or_all_others_go_where_they_are_answered(streams: bool) -> None:
+    """Bodies are of one length: neither a field nor a size tells the refused ones."""
+    scheduler = make_scheduler([spec("a"), spec("b", slower=3.0)], "rr")
+    refused_at_a = others_at_a = 0
+    for i in range(200):
+        now, bad = i / 10, i % 4 == 3
+        own = request(i, path=CHAT, features=(), body_bytes=90, streamed=streams if bad else not streams)
+        answered, way = ask(scheduler, own, {"a"} if bad else set(), 400, now)
+        assert answered
+        refused_at_a += bad and "a" in way
+        others_at_a += not bad and way == ["a"]
+        scheduler.on_sweep({}, now)
+    assert refused_at_a <= 14
+    assert others_at_a >= 60

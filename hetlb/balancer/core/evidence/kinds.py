@@ -1,8 +1,9 @@
 """Kinds of requests that one instance refuses and another one answers: they go where they are answered.
 
-A kind is a model, a path and a field of the body that is not in every request (`tools`), or none of these for
-a request without such a field; a body from some length on; or one client. An instance that refused a kind
-gets one request of it at a time, a trial, after a pause that doubles; all other requests go on as before.
+A kind is a model, a path, whether it is a stream, and a field of the body that is not in every request
+(`tools`), or none of these for a request without such a field; a body from some length on; or one client. An
+instance that refused a kind gets one request of it at a time, a trial, after a pause that doubles; all other
+requests go on as before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.evidence.clients import session_of
 from hetlb.balancer.core.types import Request
 
-#: Model, path and field of a kind; "" and "" and the client.
+#: Model, path (with a mark of a stream) and field of a kind; "" and "" and the client.
 KindKey: TypeAlias = tuple[str, str, str]
 
 #: Kinds remembered, the newest.
@@ -37,6 +38,11 @@ AVOID_S: Final = 2.0
 _VAIN_ASKS: Final = 5.0
 _VAIN_ASKS_PER_S: Final = 0.5
 _MOST_ASKERS: Final = 256
+
+
+def path_of(request: Request) -> str:
+    """Return the path of a request, with a mark of a stream."""
+    return f"{request.path} (stream)" if request.streamed else request.path
 
 
 @mypyc_attr(acyclic=True)
@@ -108,7 +114,7 @@ class RefusedKinds:
         size = float(request.body_bytes)
         least = size if plain and status in _ABOUT_BODIES else 0.0
         for feature in ("",) if plain else features:
-            self._kind((request.model, request.path, feature), instance, status).refuses(
+            self._kind((request.model, path_of(request), feature), instance, status).refuses(
                 status, size, least, now
             )
 
@@ -117,7 +123,7 @@ class RefusedKinds:
         known = False
         if self.by_key:
             for feature in ("", *(request.features or ())):
-                kind = self.by_key.get((request.model, request.path, feature), {}).get(instance)
+                kind = self.by_key.get((request.model, path_of(request), feature), {}).get(instance)
                 if kind is not None and kind.status == status and request.body_bytes >= kind.least_bytes:
                     kind.refuses(status, request.body_bytes, kind.least_bytes, now)
                     known = True
@@ -154,7 +160,7 @@ class RefusedKinds:
         """Return the kinds of a request that some instance refuses."""
         found: list[dict[str, RefusedKind]] = []
         for feature in ("", *(request.features or ())):
-            kinds = self.by_key.get((request.model, request.path, feature))
+            kinds = self.by_key.get((request.model, path_of(request), feature))
             if kinds is not None:
                 found.append(kinds)
         client = self.by_key.get(("", "", session_of(request)))
