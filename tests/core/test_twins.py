@@ -18,7 +18,7 @@ BEGAN = 1.5e9
 
 @dataclass
 class Process:
-    """An engine: tokens of answers that have ended, and the begins and lengths of those that run."""
+    """An engine: tokens of ended answers, begins and lengths of running ones."""
 
     cpu_s: float = 40.0
     done: int = 0

@@ -228,6 +228,12 @@ class Instance:
         return (self.spec.model,) if self.spec.model else ()
 
     @property
+    def misses(self) -> bool:
+        """True if its engine reported fewer requests than it has now."""
+        sample = self.sample
+        return sample is not None and self.sequences > (sample.running or 0) + (sample.waiting or 0)
+
+    @property
     def gives_ids(self) -> bool:
         """True if its engine takes token ids for a prompt and gives the answer's."""
         return self.engine == "vllm"

@@ -1,4 +1,4 @@
-"""Second places of requests that were placed by a wrong profile: its first prompts showed another speed."""
+"""Second places of requests placed by a wrong profile: its first prompts showed another speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetlb.balancer.core.types import Command, Lease
 
 
 class PlacingAgain:
-    """Leases that are placed again, and those that wait until all are looked at."""
+    """Leases to be placed again, and leases that wait until all are looked at."""
 
     def __init__(self, failover: Failover, placement: Placement, backlog: Backlog) -> None:
         self._failover, self._placement, self._backlog = failover, placement, backlog

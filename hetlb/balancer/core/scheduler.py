@@ -362,14 +362,19 @@ class Scheduler:
         *,
         by_counters: bool = False,
         features: Sequence[tuple[int, Sequence[str]]] = (),
+        still: Sequence[int] = (),
     ) -> list[Command]:
         """Look for stalls, each half second; `tokens_at` has the time of each instance's newest token.
 
         `by_counters`: answers may be invisible, so silence counts only if an engine's counters do not move.
-        `features` are by lease of `failover.unread`.
+        `features` are by lease of `failover.unread`; `still` are leases of `missing.still`.
         """
         for lease_id, found in features:
             self.ledger.leased[lease_id].leases[lease_id].request.features = tuple(found)
+        if still:
+            from hetlb.balancer.core.evidence import missing
+
+            missing.count(self.fleet, still, now)
         if self.fleet.watch(tokens_at, now, by_counters):
             return self.backlog.flush(now)
         return []

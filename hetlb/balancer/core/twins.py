@@ -1,4 +1,4 @@
-"""Two names of one process: its counts of tokens grow by what hetlb's answers at both names had.
+"""Two names of one process: counts of tokens grow by the answers of both names.
 
 Servers of one script may begin at the same tick of the clock, so an equal start is no proof. One process says
 at either name at least what it said before at the other and little more, of tokens and of CPU seconds; and it
@@ -26,7 +26,7 @@ _SURE: Final = 3
 _SURE_SCRAPES: Final = 6
 #: Most seconds between two scrapes of which the later may not have much more.
 _NEAR_S: Final = 0.6
-#: Tokens of each running answer, CPU seconds, and multiple of the recent growth of either, by which a figure
+#: Tokens of each running answer, CPU seconds, and multiple of a figure's recent growth, by which the figure
 #: may exceed the other name's of shortly before.
 _MOST_STEPS: Final = 2.0
 _MOST_CPU_S: Final = 0.05
@@ -55,7 +55,7 @@ class Pair:
         #: Begin of the stretch: answers, their tokens, and tokens computed; below 0: there is none.
         self._answers = self._sent = 0
         self._computed = -1
-        #: Stretches that agree, fewer by those that do not; scrapes in a row that fit; True once both are
+        #: Stretches that agree less stretches that do not; scrapes in a row that fit; True once both are
         #: enough.
         self.agree = self.fitting = 0
         self.sure = False

@@ -242,6 +242,17 @@ class Driver:
                     found[lease.instance] = at
         return found
 
+    def token_at(self, lease: Lease) -> float:
+        """Return the time of the newest part of a stream; infinite if its client does not read it."""
+        exchange = self.exchanges.get(lease.request.id)
+        if (
+            exchange is None
+            or exchange.record.lease is not lease
+            or exchange.response.paused_since is not None
+        ):
+            return math.inf
+        return exchange.attempt.token_at(exchange.since)
+
     def tokens_so_far(self, lease: Lease) -> int:
         """Return the output tokens of a lease: all of them, or the tokens until now."""
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)

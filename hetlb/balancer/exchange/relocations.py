@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Command, Lease, Outcome
+from hetlb.balancer.core.types import Command, Lease, LeaseId, Outcome
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.events import Event, tell
@@ -60,8 +60,14 @@ class Relocations:
             return  # bytes that came meanwhile are not read yet
         if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
             unread = [(lease.id, driver.features(lease)) for lease in scheduler.failover.unread(now)]
+            still: Sequence[LeaseId] = ()
+            if any(each.misses for each in scheduler.instances):
+                from hetlb.balancer.core.evidence import missing
+
+                still = missing.still(scheduler.instances, driver.token_at, now)
+            tokens_at, by_counters = driver.tokens_at(), self._by_counters
             self._carry_out(
-                scheduler.on_sweep(driver.tokens_at(), now, by_counters=self._by_counters, features=unread)
+                scheduler.on_sweep(tokens_at, now, by_counters=by_counters, features=unread, still=still)
             )
         self._tell_stalls(now)
         if self._mover is None:

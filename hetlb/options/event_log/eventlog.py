@@ -144,9 +144,11 @@ class RecordingScheduler(Scheduler):
         *,
         by_counters: bool = False,
         features: Sequence[tuple[int, Sequence[str]]] = (),
+        still: Sequence[int] = (),
     ) -> list[Command]:
-        commands = super().on_sweep(tokens_at, now, by_counters=by_counters, features=features)
+        commands = super().on_sweep(tokens_at, now, by_counters=by_counters, features=features, still=still)
         told = {"tokens_at": dict(tokens_at), "by_counters": by_counters, "features": features}
+        told |= {"still": list(still)} if still else {}
         return self._record("sweep", now, commands, **told)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:

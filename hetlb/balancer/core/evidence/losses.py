@@ -27,6 +27,8 @@ class Losses:
     def answered(self, instance: Instance, lease: Lease, now: float, *, counts_as_odd: bool) -> None:
         """Count an answer that ended well, or is odd."""
         request = lease.request
+        if lease.judged and not lease.odd:  # its stream stood still, and went on
+            self.not_lost(instance, lease, now)
         if self.clients.known and request.sequences:
             self.clients.well(request, instance.incarnation, odd=lease.odd)
         if self.kinds.by_key and not counts_as_odd:

@@ -1,0 +1,53 @@
+"""Streams that an engine has lost: they stand still, and it reports fewer requests than it was given.
+
+A stream that is silent while its engine computes it (a tool call that is parsed as a whole) is among the
+requests that the engine reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from hetlb.balancer.core.evidence.silence import COUNTERS_STALE_S
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S
+from hetlb.balancer.core.fleet_state import FleetState
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Lease, LeaseId
+
+#: Seconds that a request may be on its way to its engine's counts.
+_ON_THE_WAY_S: Final = 1.0
+
+
+def missing(instance: Instance, now: float) -> int:
+    """Return how many of the requests before its last report an engine does not report; 0 if unknown."""
+    sample, at = instance.sample, instance.sample_at
+    if sample is None or at is None or sample.running is None or now - at > COUNTERS_STALE_S:
+        return 0
+    since = at - sample.age_s - _ON_THE_WAY_S
+    before = 0
+    for lease in instance.leases.values():  # of several sequences some may have ended
+        before += lease.request.sequences == 1 and lease.dispatched_at < since and not lease.incoming
+    return max(0, before - sample.running - (sample.waiting or 0))
+
+
+def still(instances: Sequence[Instance], token_at: Callable[[Lease], float], now: float) -> list[LeaseId]:
+    """Return the begun streams, on engines with missing requests, that had no token for some seconds."""
+    return [
+        lease.id
+        for instance in instances
+        if missing(instance, now)
+        for lease in instance.leases.values()
+        if lease.own and not lease.judged and lease.request.streamed and lease.request.sequences == 1
+        if lease.first_token_at is not None
+        if now - token_at(lease) >= LEAST_SILENCE_S
+    ]
+
+
+def count(fleet: FleetState, leases: Sequence[LeaseId], now: float) -> None:
+    """Count streams of `still` as lost answers, where the engine misses as many."""
+    for instance in list(fleet.instances.values()):
+        lost = [instance.leases[each] for each in leases if each in instance.leases]
+        if lost and len(lost) <= missing(instance, now):
+            for lease in lost:
+                fleet.account().lost(instance, lease, now)
