@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import itertools
 import json
 import math
@@ -951,11 +950,6 @@ def _others(bench: Bench) -> dict[str, Callable[[random.Random, Server, int], by
         """It fails everything for 1 s of each 8 s."""
         return _error(500) if time.monotonic() % 8.0 < 1.0 else None
 
-    def packed(rng: random.Random, server: Server, number: int) -> bytes | None:
-        """It answers in gzip, which no client asked for, three of ten times."""
-        body = gzip.compress(_whole("word " * TOKENS))
-        return _plain(200, body, b"content-encoding: gzip\r\n") if rng.random() < 0.3 else None
-
     def loops(rng: random.Random, server: Server, number: int) -> bytes | None:
         """It says one word again and again."""
         return (
@@ -979,7 +973,7 @@ def _others(bench: Bench) -> dict[str, Callable[[random.Random, Server, int], by
 
     return {
         "freezes": freezes, "closes-reused": reused, "counts-a-billion": usage, "fails-late": late,
-        "blips": blips, "packs": packed, "loops": loops, "begins-anew": begins_anew, "stops-early": short,
+        "blips": blips, "loops": loops, "begins-anew": begins_anew, "stops-early": short,
         "odd-statuses": conflicts,
     }  # fmt: skip
 
