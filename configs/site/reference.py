@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 import msgspec
 import yaml
 
+from hetlb.balancer.admin import causes
 from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.clients import connection
 from hetlb.balancer.clients.api_keys import Tenant
@@ -604,6 +605,23 @@ def states_page() -> str:
             _table(
                 ("state", "event", "next"),
                 [(", ".join(each.before), each.event, each.after) for each in waker.TRANSITIONS],
+            )
+        ),
+        "## Causes",
+        "What `hetlb status` and the dashboard say, in this order; `hetlb_cause` has the same names. A state "
+        "is the worst of its causes.",
+        "\n".join(
+            _table(
+                ("cause", "state", "event of the log", "alert"),
+                [
+                    (
+                        f"`{name}`",
+                        kind.severity.value,
+                        f"`{kind.event}`",
+                        f"`{kind.alert}`" if kind.alert else "",
+                    )
+                    for name, kind in causes.CAUSES.items()
+                ],
             )
         ),
         "## Outcomes",

@@ -58,7 +58,7 @@ async def test_shares_follow_the_requests(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
         for _ in range(4):
             await running.ask()
-        shares = running.service.totals.recent.shares(60.0, running.service.now())
+        shares = running.service.totals.recent.last(60.0, running.service.now()).shares
         assert sum(each.ended for each in shares.values()) == 4
         speed = running.scheduler.placement.speeds("m", running.scheduler.instances)
         found = parts(running.scheduler.instances, shares, speed, running.service.now())

@@ -75,7 +75,7 @@ def test_the_last_five_minutes_stay_however_many_end_and_wherever() -> None:
             expected[index] += 1 / BIN_S
     assert document["ok_per_s"] == expected
     assert document["output_tokens_per_s"] == document["ok_per_s"]
-    shares = whole.shares(60.0, 900.5)
+    shares = whole.last(60.0, 900.5).shares
     assert shares["a"].ended == shares["a"].output_tokens == sum(at >= 842.0 for at in times)
     assert [point[0] for point in whole.points] == times[-KEPT_POINTS:]
 

@@ -73,7 +73,7 @@ def _hung(fleet: Watched) -> None:
 
 def _slow(fleet: Watched) -> None:
     slow = fleet.scheduler.fleet.instances["a"]
-    slow.speed.factor, slow.speed.seen = 3.0, True
+    slow.speed.factor, slow.speed.seen, slow.speed.slow = 3.0, True, True
 
 
 def _grows(fleet: Watched) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hetlb.balancer.admin.causes import SEVERITIES, State
+from hetlb.balancer.admin.causes import CAUSES as STATE_CAUSES
+from hetlb.balancer.admin.causes import State
 from hetlb.balancer.core.types import CAUSES, AdminState, Health, Outcome
+from hetlb.balancer.telemetry.events import Event
 
 ROOT = Path(__file__).parents[2]
 BOARDS = sorted((ROOT / "configs" / "grafana").glob("*.json"))
@@ -80,9 +82,19 @@ def test_every_metric_and_label_named_is_one(where: str, expression: str) -> Non
         assert label.removeprefix("exported_") in labels | EVERYWHERE, f"{where}: {label}"
 
 
+def test_each_cause_has_an_event_and_an_alert() -> None:
+    alerts, events = {rule["alert"]: rule["expr"] for rule in rules()}, {each.event for each in Event}
+    for name, kind in STATE_CAUSES.items():
+        assert kind.event in events, name
+        assert kind.alert or kind.severity is State.WELL, name
+        causes = re.findall(r'hetlb_cause{cause=~?"([^"]*)"}', alerts.get(kind.alert, ""))
+        assert not causes or name in causes[0].split("|"), f"{name}: {kind.alert} leaves it out"
+        assert not kind.alert or kind.alert in alerts, name
+
+
 def test_values_of_labels_exist() -> None:
     known = {"outcome": set(Outcome), "health": set(Health), "result": {"done", "refused"},
-             "hetlb_state state": set(State), "hetlb_cause cause": set(SEVERITIES),
+             "hetlb_state state": set(State), "hetlb_cause cause": set(STATE_CAUSES),
              "hetlb_instance_state state": set(AdminState),
              "hetlb_requests_total cause": set(CAUSES.values())}  # fmt: skip
     seen = 0

@@ -32,12 +32,15 @@ def looks(rounds: Rounds, seen: Looked, instance: Instance, name: str, until: fl
 
 
 def test_an_idle_engine_is_looked_at_more_and_more_rarely() -> None:
-    scheduler, rounds, engines = fleet()
+    scheduler, rounds, engines = fleet(200)
     times = looks(rounds, engines["i0"], scheduler.instances[0], "i0", 200.0)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps[0] <= 2.0
     assert max(gaps) <= MOST_S + rounds.scan_s
     assert min(gaps[4:]) >= 0.7 * MOST_S
+    scheduler, rounds, engines = fleet()  # of a small fleet each is looked at more often
+    times = looks(rounds, engines["i0"], scheduler.instances[0], "i0", 200.0)
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) <= 5.0
 
 
 def test_an_engine_with_a_request_is_looked_at_in_every_round() -> None:

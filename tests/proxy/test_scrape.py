@@ -68,7 +68,7 @@ class Watch:
             )
             for i, url in enumerate(urls)
         ]
-        scheduler = SimpleNamespace(instances=instances, fleet=SimpleNamespace(instances={}))
+        scheduler = SimpleNamespace(instances=instances, fleet=SimpleNamespace(instances={}, losses=None))
         scheduling = SimpleNamespace(scheduler=scheduler, change=self._on_change, sample=self._on_sample)
         table = ScrapeTable(interval_s=0.05, timeout_s=timeout_s)
         self.watch = EngineWatch(table, cast(SchedulerDriver, scheduling), {})

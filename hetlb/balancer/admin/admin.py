@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from hetlb.balancer.admin.beliefs import believed
-from hetlb.balancer.admin.fleet_status import pools, status
+from hetlb.balancer.admin.fleet_status import lasting, pools, status
 from hetlb.balancer.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Dispatch
@@ -172,7 +172,10 @@ class AdminApi:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
         now = self.control.now()
         self.control.driver.counted.recent.sample(self.control.scheduler, now)
-        causes = self.status()["causes"]
+        if not self.control.tells:
+            return
+        control = self.control
+        causes = lasting(control.scheduler, control.recent, now, control.reload_refused)
         if causes or "_cause_log" in vars(self):
             self._cause_log.look(causes, now)
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from hetlb.balancer.admin.causes import CAUSES, StateCause
 from hetlb.balancer.telemetry.events import Event, tell
 
 logger = logging.getLogger("hetlb.status")
-#: Causes that have no event of their own.
-TOLD: Final = frozenset(
-    (
-        "fails", "flaps", "foreign_load", "hopeless_target", "long_wait", "one_process", "refused", "refuses",
-        "saturated", "slow", "slowed", "tenant_hog", "wrong_answers",
-    )
-)  # fmt: skip
 #: Seconds between two events of one cause.
 _PAUSE_S: Final = 60.0
 
@@ -28,9 +22,10 @@ class CauseLog:
         self._lasting: set[str] = set()
         self._told_at: dict[str, float] = {}
 
-    def look(self, causes: Sequence[Mapping[str, str]], now: float) -> None:
-        """Log the begin or the end of causes, as a status lists them."""
-        found = {each["cause"]: each for each in reversed(causes) if each["cause"] in TOLD}
+    def look(self, causes: Sequence[StateCause], now: float) -> None:
+        """Log the begin or the end of causes."""
+        told = [each for each in causes if CAUSES[each.cause].event == Event.CAUSE.event]
+        found = {each.cause: each for each in reversed(told)}
         for cause in self._lasting - found.keys():
             self._lasting.remove(cause)
             tell(logger, Event.CAUSE_OVER, "%s is over", cause, cause=cause)
@@ -39,7 +34,5 @@ class CauseLog:
                 continue
             self._lasting.add(cause)
             self._told_at[cause] = now
-            text, instance = "%s. %s", each["instance"]
-            tell(
-                logger, Event.CAUSE, text, each["sentence"], each["advice"], cause=cause, instance=instance
-            )  # fmt: skip
+            text = each.sentence, each.advice
+            tell(logger, Event.CAUSE, "%s. %s", *text, cause=cause, instance=each.instance)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hetlb.balancer.admin.causes import StateCause, listed, next_step_of, waiting_words
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState
+from hetlb.balancer.engines.engine_mistakes import START
 
 
 def headline(causes: Sequence[StateCause], waiting: int) -> str:
@@ -16,7 +17,7 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
     sentence, advice = first.sentence, first.advice
     if len(alike) > 1 and first.cause == "dead":
         sentence = sentence.replace(f"{first.instance} is", f"{listed(alike)} are", 1)
-        advice = advice.replace("Start it, or check its network.", "Start them, or check their network.")
+        advice = advice.replace(START[0], START[1])
     if not (first.instance and sentence.startswith(first.instance)):
         sentence = sentence[:1].upper() + sentence[1:]
     waits = ("long_wait", "saturated")
@@ -27,7 +28,13 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
     return f"{sentence}. {advice}{wait}{also}{more}"
 
 
-def why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
+def all_down(model: str, instances: Sequence[Instance], waiting: int) -> StateCause:
+    """Return the cause of a model of which no server takes requests."""
+    why = _why_down(model, instances, waiting)
+    return StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
+
+
+def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     """Return why no server of a model takes requests, with the next step."""
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     wait = waiting_words(waiting)
@@ -42,7 +49,7 @@ def why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
     step = next_step_of(dead[0])
     if len(dead) > 1:
-        step = step.replace("Start it, or check its network.", "Start one, or check the network.")
+        step = step.replace(START[0], START[2])
     verb = "is" if len(dead) == 1 else "are"
     return f"{listed([each.name for each in dead])} {verb} down{reason}. {step}{wait}"
 

@@ -14,13 +14,12 @@ from hetlb.balancer.admin.causes import (
     LEAST_LAG_S,
     ORDER,
     SLOWED_FACTOR,
-    UNPLACED,
     WRONG_S,
     State,
     StateCause,
     in_order,
     listed,
-    of_instance,
+    may_have_one,
     worst,
 )
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
@@ -32,13 +31,13 @@ from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 
 #: Seconds that ended requests count for.
 WINDOW_S: Final = 30.0
-#: Seconds that requests without a server count for.
-UNPLACED_S: Final = 6.0
 #: Least load of a busy model.
 BUSY_LOAD: Final = 0.8
 #: Seconds over which arrivals are counted, and the least.
 ARRIVALS_S: Final = 10.0
 LEAST_S: Final = 1.0
+#: Outcomes that say nothing of a fleet.
+_ANSWERED: Final = {"ok", "client_gone"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ def status(
     `reload_refused` is why the file was rejected when it was read last, "" if it was not. `canaries` say
     who gets which share, by model.
     """
-    shares = recent.shares(WINDOW_S, now)
+    shares = recent.last(WINDOW_S, now).shares
     found = [
         replace(_of_model(scheduler, model, instances, shares, recent, now), canary=canaries.get(model, ""))
         for model, instances in pools.items()
@@ -134,14 +133,7 @@ def status(
     if len(found) > 1 and worst_of.state is not State.WELL:
         document["sentence"] = f"{worst_of.model}: {document['sentence']}"
     causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
-    own: list[StateCause] = []
-    if reload_refused:
-        advice = "The previous one stays in force; fix the file, it is reread by itself."
-        text = f"the edited fleet file was rejected ({reload_refused})"
-        own.append(StateCause("reload_refused", "", text, advice))
-    if now - recent.clients_refused_at < WRONG_S:
-        text = f"clients are refused, all connections are taken ({recent.clients_refused})"
-        own.append(StateCause("clients_refused", "", text, "Raise the limit, or add a proxy."))
+    own = _of_proxy(recent, now, reload_refused)
     causes += own
     if own and ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
         from hetlb.balancer.admin.first_line import headline
@@ -154,6 +146,42 @@ def status(
     return {**document, "models": [each.document() for each in found]}
 
 
+def lasting(scheduler: Scheduler, recent: Recent, now: float, reload_refused: str = "") -> list[StateCause]:
+    """Return the causes of a fleet alone: what `status` has under `causes`."""
+    found = _of_proxy(recent, now, reload_refused)
+    for model, instances in pools(scheduler).items():
+        able = _able(instances)
+        if able:
+            entries = _waiting(scheduler, model)
+            found += _causes_of(scheduler, model, instances, able, entries, recent, now)
+        elif not any(each.comes for each in instances):
+            from hetlb.balancer.admin.first_line import all_down
+
+            found.append(all_down(model, instances, 0))
+    return in_order(list(dict.fromkeys(found)))
+
+
+def _of_proxy(recent: Recent, now: float, reload_refused: str) -> list[StateCause]:
+    if not reload_refused and now - recent.clients_refused_at >= WRONG_S:
+        return []
+    from hetlb.balancer.admin.rare_causes import of_proxy
+
+    return of_proxy(recent, now, reload_refused)
+
+
+def _able(instances: Sequence[Instance]) -> list[Instance]:
+    return [each for each in instances if each.routable and each.evidence.health.state is Health.UP]
+
+
+def _waiting(scheduler: Scheduler, model: str) -> list[Queued]:
+    """Return what waits for a model; background waits by its nature."""
+    return [
+        entry
+        for entry in scheduler.queue
+        if entry.request.model == model and not entry.request.service.background
+    ]
+
+
 def _of_model(
     scheduler: Scheduler,
     model: str,
@@ -162,14 +190,9 @@ def _of_model(
     recent: Recent,
     now: float,
 ) -> ModelStatus:
-    # Background waits by its nature.
-    entries = [
-        entry
-        for entry in scheduler.queue
-        if entry.request.model == model and not entry.request.service.background
-    ]
+    entries = _waiting(scheduler, model)
     waiting = len(entries)
-    able = [each for each in instances if each.routable and each.evidence.health.state is Health.UP]
+    able = _able(instances)
     served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     rate = _arrival_rate(scheduler, recent, model, now)
     total = len(instances)
@@ -180,12 +203,10 @@ def _of_model(
         why, state = why_asleep(coming, waiting, now), State.BUSY if waiting else State.WELL
         return ModelStatus(model, state, 0.0, served, None, "", None, why, total, 0)
     if not able:
-        from hetlb.balancer.admin.first_line import why_down
+        from hetlb.balancer.admin.first_line import all_down
 
-        why = why_down(model, instances, waiting)
-        down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
-        return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
-    causes = _causes_of(scheduler, model, instances, able, entries, recent, now)
+        down = all_down(model, instances, waiting)
+        return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, down.advice, total, 0, (down,))
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, served, capacity)
     if capacity is not None and rate is not None:
@@ -194,6 +215,8 @@ def _of_model(
         load = rate / capacity if capacity > 0.0 else load
         load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
+    lacking = 0 if capacity is None else math.ceil(len(able) * (load - 1.0))
+    causes = _causes_of(scheduler, model, instances, able, entries, recent, now, lacking)
     state = worst(causes)
     if state is State.WELL and load >= BUSY_LOAD:
         state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
@@ -216,48 +239,62 @@ def _causes_of(
     entries: Sequence[Queued],
     recent: Recent,
     now: float,
+    lacking: int = 0,
 ) -> tuple[StateCause, ...]:
-    """Return what is wrong with a model, the worst first; `entries` wait, `able` instances take requests."""
+    """Return what is wrong with a model, the worst first.
+
+    `entries` wait, `able` instances take requests, about `lacking` more would suffice.
+    """
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
-    failing = recent.shares(FAILING_S, now)
+    last = recent.last(FAILING_S, now)
+    failing = last.shares
     own: dict[str, float] = {}
-    if recent.lag_s >= LEAST_LAG_S:
+    slow = any(
+        each.speed.lately >= SLOWED_FACTOR * each.speed.usual or each.speed.slowed_since is not None
+        for each in able
+    )
+    if recent.lag_s >= LEAST_LAG_S and (slow or any(each.speed.slow for each in instances)):
         from hetlb.balancer.admin.rare_causes import own_shares
 
         own = own_shares(recent, now)
-    found = [
-        of_instance(each, failing.get(each.name), recent.pace(each.name), now, own.get(each.name, 0.0))
-        for each in instances
-    ]
+    paces = {each.name: recent.pace(each.name) for each in instances}
+    odd = [each for each in instances if may_have_one(each, failing.get(each.name), paces[each.name], now)]
+    found: list[StateCause | None] = []
+    if odd:
+        from hetlb.balancer.admin.rare_causes import of_instance
+
+        found = [
+            of_instance(each, failing.get(each.name), paces[each.name], now, own.get(each.name, 0.0))
+            for each in odd
+        ]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     if waiting:
         from hetlb.balancer.admin.rare_causes import of_tenants, of_wait
 
         running = {lease.request.tenant or "" for each in able for lease in each.leases.values()}
         hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
-        found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog)]
-    if any(each.speed.shown >= SLOWED_FACTOR * each.speed.usual for each in able):
+        more = f"{lacking} servers like these" if lacking > 1 else "a server"
+        found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog, more)]
+    if slow:
         from hetlb.balancer.admin.rare_causes import of_speeds
 
-        found += of_speeds(able, own)
+        found += of_speeds(able, own, now)
     if any(each.twin for each in instances):
         from hetlb.balancer.admin.rare_causes import of_processes
 
         found += of_processes(instances)
-    if (losses := scheduler.fleet.losses) is not None:
-        from hetlb.balancer.admin.rare_causes import of_key
+    losses = scheduler.fleet.losses
+    if losses is not None and losses.kinds.by_key:
+        from hetlb.balancer.admin.rare_causes import of_kinds
 
-        for each in instances:
-            kinds = losses.kinds.of_instance(each.name)
-            found.append(of_key(each.name, [kind.status for _, kind in kinds]))
-    counts = {outcome: recent.refused(UNPLACED_S, now, (outcome,))[0] for outcome in UNPLACED}
-    refused, ended = recent.refused(WINDOW_S, now)
-    if refused or any(counts.values()):
-        from hetlb.balancer.admin.rare_causes import of_clients, of_unplaced
+        kinds = losses.kinds.by_instance()
+        known = {cause.instance for cause in found if cause is not None}
+        found += [of_kinds(each, kinds[each.name]) for each in able if each.name in kinds.keys() - known]
+    if last.outcomes.keys() - _ANSWERED:
+        from hetlb.balancer.admin.rare_causes import UNPLACED_S, of_refusals, of_unplaced
 
-        found.append(of_unplaced(counts, recent.refused(UNPLACED_S, now)[1]))
-        found.append(of_clients(refused, ended))
+        found += [of_unplaced(recent.last(UNPLACED_S, now).outcomes), of_refusals(recent, now)]
     demand = scheduler.placement.demands.get(model)
     if demand is not None and demand.protected:
         from hetlb.balancer.admin.rare_causes import of_targets

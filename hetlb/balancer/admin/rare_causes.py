@@ -1,4 +1,4 @@
-"""Causes that a plain fleet in a good hour cannot have; they are imported once one is possible."""
+"""Causes at instances, of requests and of waits; a fleet in a good hour has none, and imports none."""
 
 from __future__ import annotations
 
@@ -6,12 +6,41 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
-from hetlb.balancer.admin.causes import SLOWED_FACTOR, UNPLACED, StateCause
+from hetlb.balancer.admin.causes import (
+    FAILING_S,
+    FRESH_S,
+    LEAST_KV_TOKENS,
+    PACE_FACTOR,
+    SLOWED_FACTOR,
+    STALE_S,
+    WRONG_S,
+    StateCause,
+    next_step_of,
+)
 from hetlb.balancer.core.demand import Demand
-from hetlb.balancer.core.evidence.table import KEY_STATUSES
+from hetlb.balancer.core.evidence.kinds import KindKey, RefusedKind
+from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.telemetry.recent import Recent
+from hetlb.balancer.core.speed import SLOW_FACTOR
+from hetlb.balancer.core.types import AdminState, EngineSample, Health
+from hetlb.balancer.engines.engine_mistakes import small_cache, without_load
+from hetlb.balancer.telemetry.recent import InstanceShare, Recent
 
+KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
+#: Share of answers that fail by an engine's doing, and their least number.
+FAILING_SHARE: Final = 0.01
+LEAST_FAILED: Final = 3
+#: Least ejections of a flapping instance; it flaps for these seconds after the last one.
+LEAST_FLAPS: Final = 2
+FLAPPED_S: Final = 10.0
+#: Seconds up, after its wait, of an instance that flaps no longer.
+PROVEN_S: Final = 6.0
+#: Least number and share of requests at an instance that did not come through hetlb, to be a cause.
+LEAST_FOREIGN: Final = 4
+FOREIGN_SHARE: Final = 0.25
+#: Least lost answers, more than elsewhere, of an instance that fails: a doubt about it may come later.
+_LEAST_LOST: Final = 1.5
+LOG: Final = "Look at its log."
 #: Newest answers, and the greatest age in seconds, that an instance's mean time is taken from.
 _NEWEST_POINTS: Final = 200
 _POINTS_S: Final = 10.0
@@ -19,20 +48,152 @@ _POINTS_S: Final = 10.0
 LEAST_COMPARED: Final = 5
 #: Greatest time in seconds between the newest answers of two instances that are compared.
 COMPARED_S: Final = 3.0
+#: Seconds for which it must be so, and the change of the newest answers of one that is slowed no more.
+SLOWED_S: Final = 1.0
+_WELL_CHANGE: Final = 1.4
+#: Windows of ended requests, in seconds: the first with `LEAST_ENDED` requests counts.
+_WINDOWS_S: Final = (4.0, 6.0, 10.0, 16.0, 30.0)
+LEAST_ENDED: Final = 10
+#: Share of requests that end as their client's mistakes, and of requests that all servers refuse.
+CLIENTS_OWN_SHARE: Final = 0.5
+ALL_SHARE: Final = 0.9
+#: Seconds that requests without a server count for, and their least share and number.
+UNPLACED_S: Final = 6.0
+REFUSED_SHARE: Final = 0.01
+LEAST_REFUSED: Final = 2
+#: Outcomes of requests that no server got, and of a client's own mistakes.
+UNPLACED: Final = {
+    "rejected_full": "the queue is full",
+    "expired_queue": "they wait too long",
+    "no_instance": "no server takes them",
+}
+_MISTAKES: Final = ("upstream_refused", "bad_request")
+#: Seconds after which an instance that refuses a kind of requests, and has answered others since, is seen to
+#: do so, and the greatest age of its last answer then.
+_SERVES_S: Final = 10.0
+_SERVED_S: Final = 15.0
+#: Next steps by the status that all servers, and that one of them, answers.
+_STEPS_OF_ALL: Final = {
+    401: "Give hetlb the servers' key (api_key_env or api_key_file), or clients theirs.",
+    404: "Check the model's name: --served-model-name of the servers, and the name that clients send.",
+}
+_STEPS_OF_ALL[403] = _STEPS_OF_ALL[407] = _STEPS_OF_ALL[401]
+_STEPS_OF_ONE: Final = {
+    404: "Check the model's name, its --served-model-name, and its version.",
+    413: "Compare its --max-model-len with the others'.",
+}
 #: Greatest age of a class's recent requests, in seconds.
 RECENT_S: Final = 60.0
+#: Wait of the oldest request, in seconds, that degrades a model.
+LONG_WAIT_S: Final = 5.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
 HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
-#: Share of requests that end as their client's mistakes, and the least number of requests.
-CLIENTS_OWN_SHARE: Final = 0.5
-LEAST_ENDED: Final = 10
-#: Wait of the oldest request, in seconds, that degrades a model.
-LONG_WAIT_S: Final = 5.0
-#: Least share and number of unanswered requests that degrade a model.
-REFUSED_SHARE: Final = 0.01
-LEAST_REFUSED: Final = 2
-KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
+
+
+def of_instance(
+    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float = 0.0
+) -> StateCause | None:
+    """Return the cause of trouble at an instance that should take requests, None without any.
+
+    `pace`: see `balancer.telemetry.recent.EnginePace`; `own_share`: see `own_shares`.
+    """
+    found = _of_state(each, now)
+    if found is None and each.sleep.fault:
+        return of_sleep(each)
+    if each.admin is AdminState.READY and (each.asleep or each.sleep.reason):
+        return None
+    return found or _of_answers(each, share, pace, now, own_share)
+
+
+def _of_state(each: Instance, now: float) -> StateCause | None:
+    """Return the cause that an instance gets no requests, or should not; None without any."""
+    name, evidence = each.name, each.evidence
+    if each.admin is not AdminState.READY:
+        if each.leads_back:
+            sentence = f"{name} is hetlb's own address, or leads back to it"
+            return StateCause("own_address", name, sentence, "Give the address of the engine in its url.")
+        state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
+        return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
+    if each.asleep or each.sleep.reason:
+        return None
+    flaps, reason = each.evidence.health.ejections, each.evidence.health.reason
+    if len(flaps) >= LEAST_FLAPS:
+        # The wait after an ejection grows: the time in which the next one may follow begins with its end.
+        proven_at = max(flaps[-1] + FLAPPED_S, evidence.health.ejected_until + PROVEN_S)
+        if not each.routable or now <= proven_at:
+            sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
+            now_down = "" if each.routable or not reason else f", now: {reason}"
+            advice = next_step_of(each) if now_down else f"{LOG} Its wait doubles each time."
+            return StateCause("flaps", name, sentence + now_down, advice)
+    if KEY_REFUSED in reason:
+        sentence = reason.replace("it", name, 1)
+        return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
+    if not each.routable or each.evidence.health.state is not Health.UP:
+        sentence = f"{name} is down ({reason})" if reason else f"{name} is down"
+        return StateCause("dead", name, sentence, next_step_of(each))
+    if evidence.silence.stalled_since is not None:
+        advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
+        return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
+    answers = evidence.answers
+    if answers.doubted or (answers.excess > 0.0 and answers.lost >= _LEAST_LOST):
+        if now - evidence.answers.odd_at > WRONG_S:
+            told = f"{name} failed {evidence.answers.told} requests; the other servers did not"
+            return StateCause("fails", name, told, LOG)
+        told = f"{name} answered {evidence.answers.told} requests wrong; the other servers did not"
+        advice = f"Send {name} a request by hand: look for no text, another model, or always the same text."
+        return StateCause("wrong_answers", name, told, advice)
+    if each.leaves_at is not None:
+        left_s = max(0.0, each.leaves_at - now)
+        advice = "Its requests move to other servers. Nothing to do."
+        return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", advice)
+    if each.spec.model and each.served is not None and each.spec.model not in each.models:
+        serves = ", ".join(each.served) or "nothing"
+        sentence = f"{name} serves {serves}, not {each.spec.model}"
+        advice = f"Correct the model's name, or start it with --served-model-name {each.spec.model}."
+        return StateCause("other_model", name, sentence, advice)
+    return None
+
+
+def _of_answers(
+    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float
+) -> StateCause | None:
+    """Return the cause that an instance answers badly or slowly, or tells too little; None without any."""
+    name, sample = each.name, each.sample
+    if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
+        failed = 100 * share.failed / share.ended
+        sentence = f"{failed:.0f} % of {name}'s responses in the last {FAILING_S:.0f} s were errors"
+        return StateCause("fails", name, sentence, LOG)
+    if each.unhealthy:
+        sentence = f"{name} fails its probes ({each.unhealthy}); it gets requests while it answers them"
+        return StateCause("unhealthy", name, sentence, next_step_of(each, each.unhealthy))
+    if sample is not None and (found := of_engine(each, sample)) is not None:
+        return found
+    reported = 0 if sample is None else (sample.running or 0) + (sample.waiting or 0)
+    if each.foreign >= max(LEAST_FOREIGN, FOREIGN_SHARE * reported):
+        sentence = f"others use {name}: {each.foreign} of its {reported} requests are not hetlb's"
+        advice = f"Send them through hetlb, too; meanwhile it gives {name} less."
+        return StateCause("foreign_load", name, sentence, advice)
+    stale_s = 0.0 if each.sample_at is None else now - each.sample_at
+    speed = each.speed
+    slower = max(speed.factor, speed.newest) * (1.0 - own_share) if speed.seen and speed.slow else 1.0
+    if pace >= PACE_FACTOR and stale_s <= FRESH_S:
+        slower = max(slower, pace)
+    if each.profiled and slower >= SLOW_FACTOR:
+        sentence = f"{name} takes {slower:.1f} times as long as its profile says"
+        return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
+    if each.pageless and each.evidence.answers.well:
+        sentence = f"{name} has no /metrics: its load is known by hetlb's own requests alone"
+        return StateCause(
+            "no_metrics",
+            name,
+            sentence,
+            "Start it without --disable-log-stats, or state its max_num_seqs if it has none.",
+        )
+    if stale_s > STALE_S:
+        sentence = f"the last report of {name} is {stale_s:.0f} s old"
+        return StateCause("stale_report", name, sentence, f"Check why {name} does not answer /metrics.")
+    return None
 
 
 def own_shares(recent: Recent, now: float) -> dict[str, float]:
@@ -47,30 +208,39 @@ def own_shares(recent: Recent, now: float) -> dict[str, float]:
     }
 
 
-def of_speeds(among: Sequence[Instance], own_shares: Mapping[str, float]) -> list[StateCause]:
+def of_speeds(among: Sequence[Instance], own_shares: Mapping[str, float], now: float) -> list[StateCause]:
     """Return a cause for each instance that has become slower while another of its model has not.
 
     The other one answered at that time: other traffic, or a machine without a free CPU, slows all of them.
-    This process's own lag (`own_shares`) is no time of an engine.
+    Once work has moved away nothing is left to compare with: the cause lasts until an answer of its own is
+    fast again. This process's own lag (`own_shares`) is no time of an engine.
     """
     found: list[StateCause] = []
     changes = [
         (each, each.speed.shown / each.speed.usual) for each in among if each.speed.answers >= LEAST_COMPARED
     ]
-    for each, change in changes:
+    for each, _ in changes:
+        speed = each.speed
+        change = speed.lately / speed.usual
+        newest = speed.newest / speed.usual * (1.0 - own_shares.get(each.name, 0.0))
         sure = change * (1.0 - own_shares.get(each.name, 0.0))
-        if sure < SLOWED_FACTOR or not each.speed.settled:
-            continue
-        best = min(
-            [
-                other
-                for peer, other in changes
-                if peer is not each and abs(peer.speed.seen_at - each.speed.seen_at) <= COMPARED_S
-            ],
-            default=math.inf,
-        )
-        if sure >= SLOWED_FACTOR * best:
-            sentence = f"{each.name} is {change:.1f} times as slow as usual"
+        if newest < _WELL_CHANGE:
+            speed.slowed_since = None
+        elif sure >= SLOWED_FACTOR and speed.settled:
+            best = min(
+                [
+                    other
+                    for peer, other in changes
+                    if peer is not each and abs(peer.speed.seen_at - speed.seen_at) <= COMPARED_S
+                ],
+                default=math.inf,
+            )
+            if sure >= SLOWED_FACTOR * best:
+                speed.slowed_since = now if speed.slowed_since is None else speed.slowed_since
+            elif best < math.inf:
+                speed.slowed_since = None
+        if speed.slowed_since is not None and now - speed.slowed_since >= SLOWED_S:
+            sentence = f"{each.name} is {max(change, newest):.1f} times as slow as usual"
             advice = f"Look at the GPU of {each.name}, and at what else uses it."
             found.append(StateCause("slowed", each.name, sentence, advice))
     return found
@@ -83,6 +253,71 @@ def of_sleep(each: Instance) -> StateCause:
         return StateCause("no_wake", each.name, f"{each.name} does not wake up ({each.sleep.fault})", advice)
     sentence = f"{each.name} does not sleep ({each.sleep.fault}): others of its group wait"
     return StateCause("no_sleep", each.name, sentence, advice)
+
+
+def of_kinds(each: Instance, kinds: Sequence[tuple[KindKey, RefusedKind]]) -> StateCause:
+    """Return the cause of an instance that refuses `kinds` of requests that others answer."""
+    name = each.name
+    for _, kind in kinds:
+        if kind.status in KEY_STATUSES:
+            return StateCause("key_refused", name, f"{name} refuses hetlb's key ({kind.status})", KEY_ADVICE)
+    plain = [pair for pair in kinds if not pair[0][2] and pair[1].served_bytes < 0.0]
+    (model, path, feature), kind = (plain or kinds)[0]
+    if plain:
+        answered_at = each.evidence.silence.token_at
+        serves = answered_at > kind.since + _SERVES_S and answered_at > kind.at - _SERVED_S
+        told = f"{name} answers {kind.status} to requests for {model} ({path}); the other servers take them"
+        advice = _STEPS_OF_ONE.get(kind.status, f"{LOG} Compare its version and flags with the others'.")
+        return StateCause("refuses_some" if serves else "refuses", name, told, advice)
+    what = f"with {feature}" if feature else f"of {kind.least_bytes:,.0f} bytes and more"
+    told = f"{name} answers {kind.status} to requests {what}; they go to the other servers"
+    advice = "Start it with the others' flags, or leave it so."
+    if not feature:
+        advice = _STEPS_OF_ONE[413]
+    return StateCause("refuses_some", name, told, advice)
+
+
+def of_engine(each: Instance, sample: EngineSample) -> StateCause | None:
+    """Return the cause of an engine that says something wrong about itself: no load, or hardly any cache."""
+    tokens, longest = sample.capacity.kv_tokens_per_request, each.capacity.max_model_len
+    for cause, found in (
+        ("no_load", without_load(sample)),
+        ("small_cache", small_cache(tokens, min(LEAST_KV_TOKENS, longest or LEAST_KV_TOKENS))),
+    ):
+        if found is not None:
+            return StateCause(cause, each.name, f"{each.name}: {found[0]}", found[1])
+    return None
+
+
+def of_unplaced(outcomes: Mapping[str, int]) -> StateCause | None:
+    """Return a cause if many of the requests that ended lately got no instance."""
+    counts = {each: outcomes.get(each, 0) for each in UNPLACED}
+    total, ended = sum(counts.values()), sum(outcomes.values())
+    if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
+        return None
+    outcome = max(counts, key=lambda each: counts[each])
+    sentence = f"{100 * total / ended:.0f} % of requests are refused: {UNPLACED[outcome]}"
+    return StateCause("refused", "", sentence, "Add a server, or limit clients by their keys.")
+
+
+def of_refusals(recent: Recent, now: float) -> StateCause | None:
+    """Return the cause of mostly refused requests: by all servers, or as mistakes; None if most are right."""
+    for window_s in _WINDOWS_S:
+        last = recent.last(window_s, now)
+        ended = sum(last.outcomes.values())
+        if ended >= LEAST_ENDED:
+            break
+    refused = sum([last.outcomes.get(each, 0) for each in _MISTAKES])
+    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
+        return None
+    for status, count in last.refusals.items():
+        if count >= ALL_SHARE * ended and status in _STEPS_OF_ALL:
+            sentence = f"the servers answer {status} to {100 * count / ended:.0f} % of the requests"
+            return StateCause("refused_by_all", "", sentence, _STEPS_OF_ALL[status])
+    mostly = max(last.refusals, key=lambda each: last.refusals[each], default=0)
+    sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
+    sentence += f" (mostly {mostly})" if mostly else ""
+    return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
 
 
 def of_processes(among: Sequence[Instance]) -> list[StateCause]:
@@ -142,49 +377,43 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
     ]
 
 
-def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
-    """Return the cause of a server that does not accept hetlb's key, by the statuses of its refusals."""
-    for status in refused:
-        if status in KEY_STATUSES:
-            sentence = f"{name} refuses hetlb's key ({status})"
-            return StateCause("key_refused", name, sentence, KEY_ADVICE)
-    return None
-
-
-def of_unplaced(counts: Mapping[str, int], ended: int) -> StateCause | None:
-    """Return a cause if many of the `ended` requests got no instance; `counts` has these by outcome."""
-    total = sum(counts.values())
-    if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
-        return None
-    outcome = max(counts, key=lambda each: counts[each])
-    sentence = f"{100 * total / ended:.0f} % of requests are refused: {UNPLACED[outcome]}"
-    return StateCause("refused", "", sentence, "Add a server, or limit clients.")
-
-
-def of_clients(refused: int, ended: int) -> StateCause | None:
-    """Return the cause of mostly wrong requests, None if most are right."""
-    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
-        return None
-    sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
-    return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
+def of_proxy(recent: Recent, now: float, reload_refused: str) -> list[StateCause]:
+    """Return the causes at this proxy itself."""
+    own: list[StateCause] = []
+    if reload_refused:
+        advice = "The previous one stays in force; fix the file, it is reread by itself."
+        text = f"the edited fleet file was rejected ({reload_refused})"
+        own.append(StateCause("reload_refused", "", text, advice))
+    if now - recent.clients_refused_at < WRONG_S:
+        text = f"clients are refused, all connections are taken ({recent.clients_refused})"
+        own.append(StateCause("clients_refused", "", text, "Raise the limit, or add a proxy."))
+    return own
 
 
 def of_wait(
-    waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
+    waiting: int,
+    oldest_s: float,
+    able: Sequence[Instance],
+    held: str = "",
+    hog: StateCause | None = None,
+    more: str = "a server",
 ) -> StateCause | None:
-    """Return a cause if requests wait for the `able` instances; `held` names drained servers."""
+    """Return a cause if requests wait for the `able` instances.
+
+    `held` names drained servers, `more` the servers that are lacking.
+    """
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
     whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
     if oldest_s >= LONG_WAIT_S:
         back = f"set {held} ready again, " if held else ""
-        advice = f"More comes than can be served: {back}add a server, or limit clients."
+        advice = f"More comes than can be served: {back}add {more}, or limit clients by their keys."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
-    advice = "All servers are full. Add one, or limit clients."
+    advice = f"All servers are full. Add {more}, or limit clients by their keys."
     if any(not each.explored for each in spare):
         advice = "A server gets few requests until its speed is known. Wait a minute."
     elif spare:
-        advice = "Free servers lack KV cache, or a faster one is sooner. Add a server to shorten the wait."
+        advice = f"Free servers lack KV cache, or a faster one is sooner. Add {more} to shorten the wait."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

@@ -88,7 +88,7 @@ class Instance:
         "prompts_alone", "ranks", "removed", "sample", "sample_at", "sample_mark", "sequences", "served",
         "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
         "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
-        "unread_sequences", "waiting_seen", "work_ns",
+        "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +179,8 @@ class Instance:
         self.began: float | None = None
         #: True if it has no page of metrics.
         self.pageless = False
+        #: Reason why its last probes failed while it is up, "" if they did not.
+        self.unhealthy = ""
         #: Name of an instance that is the same process, "" for none.
         self.twin = ""
         #: True if its engine sleeps (vLLM's sleep mode). Its last sleep or wake, and the time of that.

@@ -44,6 +44,13 @@ _CLEAR_ANSWERS: Final = 5
 #: seconds over which a slower speed is followed after that.
 _USUAL_ANSWERS: Final = 10
 _USUAL_S: Final = 3600.0
+#: Weight that the newest answers keep with each one more: about the last three are `newest`.
+_NEWEST_KEPT: Final = 0.5
+#: Answers in a row that are clearly slower, enough to say so.
+_SLOW_ANSWERS: Final = 3
+#: Factor over a profile of a slow server, and of the newest answers of one that is slow no more.
+SLOW_FACTOR: Final = 1.5
+_WELL_FACTOR: Final = 1.3
 #: Least relative change of a new factor that takes the place of the one in force.
 _CHANGE_SHARE: Final = 0.05
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
@@ -125,6 +132,12 @@ class SpeedTracker:
         self._run_observed_s = self._run_expected_s = 0.0
         self._run = 0
         self._aged_at = now
+        #: Seconds seen and expected of the newest answers.
+        self._newest_observed_s = self._newest_expected_s = 0.0
+        #: True from a factor of `SLOW_FACTOR` until newer answers are well; a factor that ages is no answer.
+        self.slow = False
+        #: Time since which it is slower than usual while others are not, None if it is not.
+        self.slowed_since: float | None = None
         #: True if `age` changed the factor.
         self.changed = False
 
@@ -132,6 +145,16 @@ class SpeedTracker:
     def confidence(self) -> float:
         """Confidence in the factor, 0 to 1: observed seconds over the observed and `PRIOR_S` assumed ones."""
         return self._observed_s / (self._observed_s + PRIOR_S)
+
+    @property
+    def newest(self) -> float:
+        """Factor of about the last three answers; it does not age."""
+        return self._newest_observed_s / self._newest_expected_s if self._newest_expected_s else self.shown
+
+    @property
+    def lately(self) -> float:
+        """The factor in force, or a larger one that some answers in a row show."""
+        return max(self.shown, self.newest) if self._run >= _SLOW_ANSWERS else self.shown
 
     @property
     def settled(self) -> bool:
@@ -255,6 +278,8 @@ class SpeedTracker:
         since = now - self.seen_at
         keep = math.exp(-since / MEMORY_S)
         self.seen_at, self.seen = now, True
+        self._newest_observed_s = _NEWEST_KEPT * self._newest_observed_s + seconds
+        self._newest_expected_s = _NEWEST_KEPT * self._newest_expected_s + expected_s
         if self._observed_s > 0.0 and self._changed(expected_s, seconds):
             keep, self._observed_s, self._expected_s = 1.0, self._run_observed_s, self._run_expected_s
             expected_s = seconds = 0.0
@@ -271,6 +296,10 @@ class SpeedTracker:
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
         self._remember(ratio, since)
+        if ratio >= SLOW_FACTOR or self.lately >= SLOW_FACTOR:
+            self.slow = True
+        elif self.slow and self.newest < _WELL_FACTOR:
+            self.slow = False
         if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE_SHARE and ratio != 1.0):
             return False
         self.factor = self.shown = ratio

@@ -21,6 +21,12 @@ NO_TLS: Final = "it does not speak TLS"
 #: Reasons of OpenSSL at an answer that is plain text.
 _NOT_TLS: Final = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
 _ERRNO: Final = re.compile(r"\[Errno (\d++)\]")
+#: Next step for a server that is not reached, for several, and for any of several.
+START: Final = (
+    "Start it, wait if it is loading, or check its network.",
+    "Start them, wait if they are loading, or check their network.",
+    "Start one, wait if one is loading, or check the network.",
+)
 #: Next steps by words of the reason why a server is down; the last one is for all others.
 _STEPS: Final = (
     ("TLS fails", "Look at its log: it may ask for a client's certificate or another version of TLS."),
@@ -44,7 +50,7 @@ _STEPS: Final = (
     ("answers 3", "Correct the address: it redirects."),
     ("loading|answers 503", "Wait until it has loaded its model, or look at its log."),
     ("answers", "Look at its log."),
-    ("", "Start it, or check its network."),
+    ("", START[0]),
 )
 #: Oldest version of vLLM with the metrics and flags that hetlb reads, and the first with the present names.
 _OLDEST_VLLM: Final = (0, 8)

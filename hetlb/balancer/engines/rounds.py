@@ -17,9 +17,14 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.engines.last_page import LastPage
 
-#: Longest time between two looks at an idle engine, in seconds, and in intervals of `scrape.interval_s`.
-_MOST_S: Final = 15.0
+#: Longest time between two looks at an idle engine, in seconds and in intervals of `scrape.interval_s`: of a
+#: small fleet, for each instance more, and of a large one.
+_MOST_S: Final = 4.0
+_MOST_MORE_S: Final = 0.06
+_MOST_LARGE_S: Final = 15.0
 _MOST_INTERVALS: Final = 15.0
+#: Intervals between two probes of an engine that answers clients.
+_PROBED_INTERVALS: Final = 3.0
 #: Intervals between two reads of the list of models, of a busy and of an idle engine.
 _MODELS_BUSY: Final = 10.0
 _MODELS_IDLE: Final = 60.0
@@ -42,8 +47,8 @@ class Looked:
     """State of the watch over one engine, from look to look."""
 
     __slots__ = (
-        "anonymous", "began", "door", "interval_s", "looked_at", "looks", "metrics_after", "models_at",
-        "page", "told_missing",
+        "anonymous", "began", "door", "interval_s", "late", "looked_at", "looks", "metrics_after",
+        "models_at", "page", "probed_at", "told_missing",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,6 +58,9 @@ class Looked:
         self.looks = 0
         #: Path that shows whether it is up.
         self.door = "/health"
+        #: Time of its last probe, and True if that had no answer in time.
+        self.probed_at = -math.inf
+        self.late = False
         #: Time of the last read of its models, and from which on its metrics are read.
         self.models_at = self.metrics_after = -math.inf
         #: Start of its process by its own clock, None while unknown. `anonymous`: its page does not say, only
@@ -69,11 +77,18 @@ class Rounds:
 
     def __init__(self, interval_s: float, scheduler: Scheduler) -> None:
         self._least_s = interval_s
-        self._most_s = max(interval_s, min(_MOST_S, _MOST_INTERVALS * interval_s))
         self._scheduler = scheduler
+        #: Instances that refuse a kind of requests: another server may be at their address.
+        self._refusing: Container[str] = ()
         self._spread = random.Random()
         self._look_s = _LOOK_S
         self.scan_s = max(_LEAST_SCAN_S, interval_s / _SCANS)
+
+    @property
+    def _most_s(self) -> float:
+        """Longest time between two looks at an idle engine."""
+        of_size_s = min(_MOST_LARGE_S, _MOST_S + _MOST_MORE_S * len(self._scheduler.fleet.instances))
+        return max(self._least_s, min(of_size_s, _MOST_INTERVALS * self._least_s))
 
     @property
     def pause_s(self) -> float:
@@ -87,7 +102,8 @@ class Rounds:
     def due(self, engines: Mapping[str, Looked], looks: Container[str], now: float) -> list[str]:
         """Return the engines to look at now, the one that is most overdue first."""
         found: list[tuple[float, str]] = []
-        instances = self._scheduler.fleet.instances
+        instances, losses = self._scheduler.fleet.instances, self._scheduler.fleet.losses
+        self._refusing = losses.kinds.by_instance() if losses is not None and losses.kinds.by_key else ()
         early_s = self.scan_s / 2.0
         for name, seen in engines.items():
             instance, interval_s = instances.get(name), seen.interval_s
@@ -107,10 +123,22 @@ class Rounds:
         return idle and instance is not None and not self._matters(instance, now)
 
     def models_due(self, seen: Looked, instance: Instance | None, now: float) -> bool:
-        """Return True if the list of models is to be read again: at each look if its own one is missing."""
-        lacks = instance is not None and instance.spec.model not in ("", *instance.models)
+        """Return True if the list of models is to be read again.
+
+        After a fault another server may answer; one that lacks its own model may load it.
+        """
+        if instance is not None and (
+            instance.name in self._refusing
+            or instance.evidence.wary(now)
+            or instance.spec.model not in ("", *instance.models)
+        ):
+            return True
         intervals = _MODELS_IDLE if seen.interval_s > self._least_s else _MODELS_BUSY
-        return seen.anonymous or lacks or now - seen.models_at >= self._least_s * intervals
+        return seen.anonymous or now - seen.models_at >= self._least_s * intervals
+
+    def probe_due(self, seen: Looked, now: float) -> bool:
+        """Return True if an engine that answers clients is to be probed, too."""
+        return now - seen.probed_at >= self._least_s * _PROBED_INTERVALS - self.scan_s
 
     def looked(self, seen: Looked, instance: Instance | None, now: float) -> bool:
         """Set the time of the next look after one. Return True if the engine is busy or in doubt."""
@@ -130,6 +158,8 @@ class Rounds:
             instance.in_flight
             or instance.evidence.health.state is not Health.UP
             or instance.evidence.wary(now)
+            or instance.unhealthy
+            or instance.name in self._refusing
         ):
             return True
         return instance.asleep and len(self._scheduler.queue) > 0

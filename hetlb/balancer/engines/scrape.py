@@ -74,6 +74,8 @@ _IDLE_S: Final = 3.0
 _HEALTH: Final = "/health"
 _MODELS: Final = "/v1/models"
 _EMPTY_CHAT: Final = b"POST /v1/chat/completions"
+#: Begin of the detail of a probe without an answer in time.
+_LATE: Final = "no answer to"
 #: Detail of a probe that finds an empty list of models.
 _NO_MODEL: Final = "loading: it lists no model"
 
@@ -327,6 +329,9 @@ class EngineWatch:
         read = light and await self._measure(name, seen, now)
         if not answers and not read:
             result, detail = await self._probe(name, seen, instance)
+            self._note_health(seen, instance, result, detail, now)
+        elif answers and self._rounds.probe_due(seen, now):
+            self._note_health(seen, instance, *await self._probe(name, seen, instance), now)
         if result is ProbeResult.OK and self._rounds.models_due(seen, instance, now):
             # Its models are read before it counts as up: another server may be at its address by now.
             listed, why = await self._read_models(name, seen, instance)
@@ -341,6 +346,15 @@ class EngineWatch:
         self._first_looks[name].set()
         if not self._rounds.looked(seen, instance, now) and name in self._pools:
             self._pools[name][0].sweep(math.inf)  # the engine would close them before the next look
+
+    def _note_health(
+        self, seen: Looked, instance: Instance | None, result: ProbeResult | None, detail: str, now: float
+    ) -> None:
+        """Note on an instance why probes fail; a page that is late only if it is so twice in a row."""
+        late, seen.late = seen.late, result is ProbeResult.FAILED and detail.startswith(_LATE)
+        seen.probed_at = now
+        if instance is not None and result is not None and (late or not seen.late):
+            instance.unhealthy = detail if result is ProbeResult.FAILED else ""
 
     async def _measure(self, name: str, seen: Looked, now: float) -> bool:
         """Read the metrics of an engine and pass them on. Return True if there were some."""
@@ -453,7 +467,7 @@ class EngineWatch:
     ) -> tuple[ProbeResult | None, str]:
         """Return the result of a probe without an answer, None if this machine could not try."""
         if isinstance(error, TimeoutError):
-            return ProbeResult.FAILED, f"no answer to {path} within {self._table.timeout_s:g} s"
+            return ProbeResult.FAILED, f"{_LATE} {path} within {self._table.timeout_s:g} s"
         why = error.error
         if error.end is ends.LOCAL:
             return None, ""

@@ -279,6 +279,11 @@ class FleetService(ABC):
         return self.totals.recent
 
     @property
+    def tells(self) -> bool:
+        """True if this process logs the causes: one of several does for all."""
+        return True
+
+    @property
     def lost_lines(self) -> int:
         return 0 if self._event_log is None else self._event_log.lost
 

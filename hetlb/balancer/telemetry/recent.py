@@ -5,7 +5,6 @@ paces of engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -36,11 +35,10 @@ _LEAST_S: Final = 1e-4
 #: Share of the largest lag that is kept from one sweep to the next; twenty of them are ten seconds.
 _LAG_KEPT: Final = 0.9
 _OK: Final = Outcome.OK
+_REFUSED: Final = Outcome.UPSTREAM_REFUSED
 #: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
 #: requests that came so far by model; the time of the sample.
 Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]], dict[str, int], float]
-#: Outcomes that are a client's own mistakes.
-_MISTAKES: Final = (Outcome.UPSTREAM_REFUSED.value, Outcome.BAD_REQUEST.value)
 
 
 def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
@@ -69,10 +67,12 @@ class Stretch:
     `levels` are a sample of the process that has the scheduler, None without one.
     """
 
-    __slots__ = ("e2e", "levels", "outcomes", "shares", "ttft")
+    __slots__ = ("e2e", "levels", "outcomes", "refusals", "shares", "ttft")
 
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
+        #: Refusals of engines that clients got, by status.
+        self.refusals: dict[int, int] = {}
         self.shares: dict[str, InstanceShare] = {}
         self.ttft: dict[int, int] = {}
         self.e2e: dict[int, int] = {}
@@ -86,6 +86,7 @@ class Stretch:
 
     def add(self, other: Stretch) -> None:
         add_counts(self.outcomes, other.outcomes)
+        add_counts(self.refusals, other.refusals)
         add_counts(self.ttft, other.ttft)
         add_counts(self.e2e, other.e2e)
         for instance, share in other.shares.items():
@@ -176,6 +177,8 @@ class Recent:
         stretch.outcomes[name] = stretch.outcomes.get(name, 0) + 1
         if outcome is _OK:
             _count(stretch.e2e, ended_at - record.arrived_at)
+        elif outcome is _REFUSED:
+            add_counts(stretch.refusals, {record.status: 1})
         if lease is None:
             return
         first_byte_at, tokens = record.first_byte_at, lease.output_tokens
@@ -234,19 +237,6 @@ class Recent:
         """Note the lag of the event loop at a sweep."""
         self.lag_s = max(lag_s, _LAG_KEPT * self.lag_s)
 
-    def refused(self, window_s: float, now: float, among: Sequence[str] = _MISTAKES) -> tuple[int, int]:
-        """Return the requests with these outcomes among all that ended in the last `window_s`, and all.
-
-        By default the clients' mistakes.
-        """
-        first, refused, ended = math.floor((now - window_s) / BIN_S), 0, 0
-        for number, stretch in self.stretches.items():
-            if number >= first:
-                for outcome, count in stretch.outcomes.items():
-                    ended += count
-                    refused += count if outcome in among else 0
-        return refused, ended
-
     def stretch(self, number: int) -> Stretch:
         """Return the stretch of a number; the oldest ones are forgotten with it."""
         stretch = self.stretches.get(number)
@@ -256,10 +246,10 @@ class Recent:
                 del self.stretches[old]
         return stretch
 
-    def shares(self, window_s: float, now: float) -> dict[str, InstanceShare]:
-        """Return each instance's work in the stretches of the last `window_s`, the running one among them."""
+    def last(self, window_s: float, now: float) -> Stretch:
+        """Return the stretches of the last `window_s` as one, the running one among them."""
         last, whole = math.floor(now / BIN_S), Stretch()
         for number in range(last + 1 - math.ceil(window_s / BIN_S), last + 1):
             if number in self.stretches:
                 whole.add(self.stretches[number])
-        return whole.shares
+        return whole

@@ -282,6 +282,11 @@ class Worker(Service):
         return whole
 
     @property
+    def tells(self) -> bool:
+        """True for the first worker that serves: peers have the same evidence."""
+        return not any(each.up for each in self.workers if int(each.number) < self._place.number)
+
+    @property
     def lost_lines(self) -> int:
         return self._own_report().lost_lines + sum([each.lost_lines for each in self._others])
 

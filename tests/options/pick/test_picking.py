@@ -49,7 +49,7 @@ async def test_a_plain_request_and_a_stream_reach_the_instance_that_was_chosen(b
         assert reply.headers["x-request-id"]
     assert [len(engine.bodies) for engine in both.engines] == [2, 2]
     await both.settled()
-    shares = both.picker.totals.recent.shares(60.0, both.picker.now())
+    shares = both.picker.totals.recent.last(60.0, both.picker.now()).shares
     assert {(each.output_tokens, each.prompt_tokens) for each in shares.values()} == {(4, 6)}
     assert both.outcomes == ["ok"] * 4
 

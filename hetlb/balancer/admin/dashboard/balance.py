@@ -124,7 +124,7 @@ def documents(
     shown: Container[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the part of a snapshot about the balance of each model's work; `shown` instances are listed."""
-    shares = recent.shares(WINDOW_S, now)
+    shares = recent.last(WINDOW_S, now).shares
     waiting = scheduler.queue.by_model()
     found = []
     for model, instances in pools.items():

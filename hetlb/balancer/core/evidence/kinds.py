@@ -50,8 +50,8 @@ class RefusedKind:
     """Refusals of one kind by one instance."""
 
     __slots__ = (
-        "_most_pause_s", "_pause_s", "at", "count", "least_bytes", "next_trial_at", "served_bytes", "status",
-        "trial",
+        "_most_pause_s", "_pause_s", "at", "count", "least_bytes", "next_trial_at", "served_bytes", "since",
+        "status", "trial",
     )  # fmt: skip
 
     def __init__(self, status: int, feature: str) -> None:
@@ -59,6 +59,8 @@ class RefusedKind:
         self.status = status
         self.at = 0.0
         self.count = 0
+        #: Time of the first refusal since it was answered.
+        self.since = 0.0
         #: Bodies from this length on are refused; the longest that was answered.
         self.least_bytes = math.inf
         self.served_bytes = -1.0
@@ -72,6 +74,8 @@ class RefusedKind:
         """Note that a request of `size` bytes was refused, and bodies from `least` on with it."""
         if self.served_bytes >= 0.0 or status in _ABOUT_LENGTHS:
             least = max(least, min(size, self.served_bytes + 1.0))
+        if self.least_bytes == math.inf:
+            self.since = now
         self.least_bytes = min(self.least_bytes, least)
         self.status, self.at, self.trial = status, now, 0
         self.count += 1
@@ -199,13 +203,14 @@ class RefusedKinds:
             if kind is not None and kind.trial == lease_id:
                 kind.trial = 0
 
-    def of_instance(self, instance: str) -> list[tuple[KindKey, RefusedKind]]:
-        """Return what an instance refuses now, without what single clients lost there."""
-        return [
-            (key, kinds[instance])
-            for key, kinds in self.by_key.items()
-            if key[0] and instance in kinds and kinds[instance].least_bytes < math.inf
-        ]
+    def by_instance(self) -> dict[str, list[tuple[KindKey, RefusedKind]]]:
+        """Return what each instance refuses now, without what single clients lost there."""
+        found: dict[str, list[tuple[KindKey, RefusedKind]]] = {}
+        for key, kinds in self.by_key.items():
+            for instance, kind in kinds.items() if key[0] else ():
+                if kind.least_bytes < math.inf:
+                    found.setdefault(instance, []).append((key, kind))
+        return found
 
     def forget(self, instance: str) -> None:
         """Forget what an instance refused: its process is new, or it has left."""

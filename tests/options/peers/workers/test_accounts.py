@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from helpers import HANG_S
 from options.peers.workers.processes import PROMPT, Serve
 from proxy.services import METRICS, Engine, document
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Visit, chunk, plain
@@ -98,3 +99,31 @@ async def test_no_clock_ends_what_an_engine_works_on(serve: Serve) -> None:
         proxy = await serve(document(engine, proxy={"idle_timeout_s": 1, "first_byte_timeout_s": 1}))
         reply = await proxy.ask(**PROMPT, stream=True)
         assert reply.body.endswith(DONE)
+
+
+class Shared(Engine):
+    """An engine with requests that hetlb did not send; `reads` counts reads of its metrics."""
+
+    others = reads = 0
+
+    async def _route(self, visit: Visit) -> None:
+        if visit.head.split()[1] == b"/metrics":
+            visit.send(plain(METRICS.replace(b"running 0", b"running %d" % self.others)))
+            async with self.arrived:
+                self.reads += 1
+                self.arrived.notify_all()
+        else:
+            await super()._route(visit)
+
+
+async def test_one_of_the_workers_logs_a_cause(serve: Serve) -> None:
+    async with Shared() as engine:
+        proxy = await serve(document(engine))
+        engine.others = 30
+        await proxy.said("others use i0")
+        seen = engine.reads
+        async with asyncio.timeout(HANG_S), engine.arrived:  # each worker samples its state meanwhile
+            await engine.arrived.wait_for(lambda: engine.reads > seen + 120)
+        engine.others = 0
+        await proxy.said("foreign_load is over")
+        assert sum("others use i0" in line for line in proxy.errors) == 1, proxy.errors
