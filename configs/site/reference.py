@@ -54,7 +54,7 @@ from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.peers import lease_wire, peer_messages
-from hetlb.options.pick import stream_states
+from hetlb.options.pick import pick_server, stream_states
 from hetlb.options.wake import doors, waker
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.plan.market import MarketFile
@@ -515,6 +515,23 @@ def limits_page() -> str:
         ),
         ("others use a server that is to sleep", f"{waker.OTHERS_S:.0f} s", "it serves on"),
     )
+    options = dict(pick_server._OPTIONS)
+    of_gateways = (
+        ("connections", f"{pick_server.MAX_CONNECTIONS:,}", "closed"),
+        (
+            "calls of one connection, of all",
+            f"{pick_server.MAX_CALLS_EACH}, {pick_server.MAX_CALLS:,}",
+            "refused",
+        ),
+        ("head of a call", _kib(options["grpc.absolute_max_metadata_size"]), "refused"),
+        ("pings", f"one in {options['grpc.http2.min_ping_interval_without_data_ms']} ms", "closed"),
+        (
+            "other frames without pause (SETTINGS, WINDOW_UPDATE, heads that are taken back)",
+            "gRPC has none",
+            "the connection goes on: on two cores 4 of them delay a pick by up to 1.2 s, 32 each pick by "
+            "1.9 s. Let no other than gateways reach the port",
+        ),
+    )
     of_all = [(each.reads, each.of, each.bound, each.else_) for each in READERS]
     parts = (
         "# Limits",
@@ -525,6 +542,8 @@ def limits_page() -> str:
         "\n".join(_table(("what", "limit", "else"), of_engines)),
         "## Of a server that sleeps",
         "\n".join(_table(("what", "limit", "else"), of_sleepers)),
+        "## Of a gateway of `hetlb pick`",
+        "\n".join(_table(("what", "limit", "else"), of_gateways)),
         "## Readers of what others write",
         "Each reads in linear time and keeps a bounded number of bytes. At its bound one thing is lost, as "
         "the last column says, and nothing else.",

@@ -33,11 +33,13 @@ class _Replies(_AsyncRESP2Parser):
         except ValueError as error:
             raise ConnectionError("a line of a reply is too long") from error
         kind, number = line[:1], line[1:]
-        if kind in b"$*:" and not number.removeprefix(b"-").isdigit():
+        if kind not in b"$*:":
+            return line
+        if not number.isdigit() or len(number) > 10:
             raise ConnectionError(f"no number in a reply: {line[:40]!r}")
         nested, self._nested = getattr(self, "_nested", False), kind == b"*"
-        most = MAX_MESSAGE_BYTES if kind == b"$" else _MAX_ITEMS
-        if kind in b"$*" and (len(number) > 10 or int(number) > most or (nested and kind == b"*")):
+        most = {b"$": MAX_MESSAGE_BYTES, b"*": -1 if nested else _MAX_ITEMS}.get(kind)
+        if most is not None and int(number) > most:
             raise ConnectionError(f"a reply is too long: {line[:40]!r}")
         return line
 
