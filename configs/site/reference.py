@@ -433,6 +433,7 @@ def limits_page() -> str:
             "413",
         ),
         ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
+        ("images, sounds and videos of a request", f"{openai_body.MOST_MEDIA:,} are counted", "not counted"),
         (
             "parts of a form, headers of a part",
             f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} "
