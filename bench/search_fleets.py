@@ -16,9 +16,8 @@ from typing import Any
 
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
-from hetlb.tools.plan.cluster_layouts import lay_out
 from hetlb.tools.plan.common.plan_tables import Machine, Model
-from hetlb.tools.plan.layouts import LayoutFleet, LayoutTarget, layout_name
+from hetlb.tools.plan.layouts import LayoutFleet, LayoutTarget, lay_out, layout_name
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.plan.tp_search import search, whole_tok_s
 from hetlb.tools.plan.trace_throughput import RowSample, Throughputs

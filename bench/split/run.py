@@ -22,9 +22,8 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.plan.check import check_split
 from hetlb.tools.plan.disaggregation import split_search
 from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
-from hetlb.tools.plan.disaggregation.exhaustive import Exhaustive, find_exhaustively
 from hetlb.tools.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
-from hetlb.tools.plan.disaggregation.split_search import SplitsFound
+from hetlb.tools.plan.disaggregation.split_search import Exhaustive, SplitsFound, find_exhaustively
 from hetlb.tools.plan.disaggregation.split_simulation import LOAD_SHARE, simulate_plan
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.sim.engine_model import EngineModel

@@ -19,8 +19,8 @@ from hetlb.tools.plan.placement.place_files import load_placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_placement
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
-from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import plan_progress
 
 #: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
 _USUAL_LENGTHS = [(750, 240)]

@@ -17,7 +17,6 @@ from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.tools.plan.market import Market, load_market
-from hetlb.tools.plan.plan_progress import PlanProgress, plan_progress
 from hetlb.tools.plan.planning import Table, first_plan, make_table, measure_table
 from hetlb.tools.plan.rent_baselines import baselines
 from hetlb.tools.plan.rent_program import SolvedPlan
@@ -27,6 +26,7 @@ from hetlb.tools.plan.rent_servers import servers_of, write_fleet
 from hetlb.tools.plan.replan import Replanned, replan, require_known
 from hetlb.tools.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import PlanProgress, plan_progress
 
 #: Shares of the time limit: by then configurations are measured, plans found, other plans compared.
 _RELATIVE_GAP = 1e-4

@@ -16,17 +16,16 @@ from hetlb.output_files import fleet_path
 from hetlb.tools.loadtest.options import read_goodput
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
-from hetlb.tools.plan.cluster_layouts import lay_out, servers_of
 from hetlb.tools.plan.common.composition import MOST_STAGES
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.servers import write_servers
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
-from hetlb.tools.plan.layouts import LayoutTarget
-from hetlb.tools.plan.plan_progress import plan_progress
+from hetlb.tools.plan.layouts import LayoutTarget, lay_out, servers_of
 from hetlb.tools.plan.search_report import print_result, result_document
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.plan.tp_search import Option, parts, search, whole_tok_s
 from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
+from hetlb.tools.tables import plan_progress
 
 #: The most rows of a trace used for estimates.
 MAX_ROWS = 2000

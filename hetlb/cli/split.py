@@ -15,15 +15,14 @@ from hetlb.tools.plan.check import check_split
 from hetlb.tools.plan.cluster import load_split
 from hetlb.tools.plan.common.servers import write_servers
 from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
-from hetlb.tools.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
 from hetlb.tools.plan.disaggregation.split_cluster import SplitCluster
 from hetlb.tools.plan.disaggregation.split_report import document_of, gain_of, print_plan
-from hetlb.tools.plan.disaggregation.split_search import search
+from hetlb.tools.plan.disaggregation.split_search import SEARCH_S, find_exhaustively, search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
-from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import plan_progress
 
 #: Largest cluster searched exhaustively, in GPUs.
 _MOST_EXHAUSTIVE_GPUS = 8

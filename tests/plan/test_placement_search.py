@@ -24,13 +24,11 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.block_columns import BlockChain
 from hetlb.tools.plan.placement.estimate import Estimator
-from hetlb.tools.plan.placement.failures import losses
 from hetlb.tools.plan.placement.flow import Flow, PlacementFlows, max_flow
-from hetlb.tools.plan.placement.flow_bounds import flow_bound
+from hetlb.tools.plan.placement.flow_bounds import flow_bound, highest_flow
 from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
-from hetlb.tools.plan.placement.milp import solve
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
+from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, losses, plan_placement
 from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch, _classes
 
 LENGTHS = [(100, 20), (50, 40)]
@@ -61,7 +59,7 @@ def test_the_integer_program_finds_the_best_placement(seed: int) -> None:
     kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
     cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
     best = best_of_all(cluster)
-    proven, placement = solve(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
+    proven, placement = highest_flow(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
     assert proven == pytest.approx(best, rel=1e-5, abs=1e-6)
     if best > 0.0:
         assert placement is not None

@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.tools.plan.planning import TIE_SHARE, without_ties
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
-from hetlb.tools.plan.simplest import TIE_SHARE, without_ties
 
 
 def made(name: str, gpus: dict[str, int], stages: int, **throughput: float) -> Configuration:

@@ -28,7 +28,6 @@ from hetlb.tools.plan.common.plan_tables import Machine, Model, RooflineTable
 from hetlb.tools.plan.common.servers import write_servers
 from hetlb.tools.plan.disaggregation import split_simulation
 from hetlb.tools.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
-from hetlb.tools.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
 from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.tools.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
 from hetlb.tools.plan.disaggregation.split_cluster import (
@@ -40,7 +39,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
     SplitCluster,
     SplitPlan,
 )
-from hetlb.tools.plan.disaggregation.split_search import search
+from hetlb.tools.plan.disaggregation.split_search import SEARCH_S, Exhaustive, find_exhaustively, search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import (
     Simulated,

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from hetlb.tools.plan.cluster_layouts import LayoutsFound
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.remarks import remarks_on_machines
 from hetlb.tools.plan.common.servers import VllmServer
@@ -17,6 +16,7 @@ from hetlb.tools.plan.layouts import (
     Evaluated,
     FleetLayouts,
     Layout,
+    LayoutsFound,
     LayoutsWorth,
     counted,
     gpus_of,

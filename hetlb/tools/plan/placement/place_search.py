@@ -23,9 +23,8 @@ from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.block_columns import BlockChain
 from hetlb.tools.plan.placement.estimate import Estimator
 from hetlb.tools.plan.placement.flow import Flow, PlacementFlows
-from hetlb.tools.plan.placement.flow_bounds import compute_bound
+from hetlb.tools.plan.placement.flow_bounds import compute_bound, highest_flow
 from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
-from hetlb.tools.plan.placement.milp import solve
 from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Placement, PlaceNode
 
 
@@ -200,7 +199,8 @@ class PlacementSearch:
         if len(cluster.nodes) <= _EXACT_NODES and not self._cluster.partial_inference and not limits.over:
             best = self._best()
             start = None if best is None else best.placement
-            self._bound, solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start)
+            most = min(self._bound, compute_bound(cluster))
+            self._bound, solved = highest_flow(cluster, limits, most, start)
             if solved is not None:
                 yield "solver", solved
 
