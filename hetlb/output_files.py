@@ -14,7 +14,7 @@ from hetlb.errors import ConfigError, InputError
 def output_path(text: str | Path, flag: str) -> Path:
     """Return the path of a result that can be written. Raises `InputError` naming the flag."""
     path = Path(text)
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # of links that lead in a circle too
     if not target.parent.is_dir() or target.is_dir():
         raise InputError(f"{flag}: expected a file in a folder that exists, got {path}")
     replaced = target.is_file() or not target.exists()  # devices and pipes are written directly
@@ -34,7 +34,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     If the block fails, `path` is unchanged. Devices and pipes are written directly. Raises `OSError`.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # of links that lead in a circle too
     if target.exists() and not target.is_file():
         yield target
         return

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hetlb.cli import request_files
+from hetlb.cli.main import main
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.files import content, expect_pipes, opened, read_bytes, read_text
 from hetlb.output_files import whole_file, write_text
@@ -56,6 +58,45 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
     reader.join()
     assert read == ["text"]
     assert path.is_fifo()
+
+
+@pytest.mark.parametrize("command", ["batch", "simulate", "serve"])
+def test_a_link_that_leads_in_a_circle_is_one_line(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`hetlb batch` ended with a traceback."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    words = {
+        "batch": ["batch", str(loop), str(tmp_path / "out"), "--url", "http://127.0.0.1:9"],
+        "simulate": ["simulate", "--event-log", str(loop)],
+        "serve": ["serve", "--check", "--config", str(loop)],
+    }
+    assert main(words[command]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{loop}: expected a readable file: Too many levels of symbolic links" in line
+
+
+def test_a_result_replaces_a_link_that_leads_in_a_circle(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    write_text(loop, "new")
+    assert loop.read_text() == "new"
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_an_event_log_of_one_endless_line_is_one_line(
+    tmp_path: Path, device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sparse file, or `/dev/zero`, was read into memory until that was full."""
+    monkeypatch.setattr(request_files, "MAX_BYTES", 1 << 20)
+    path = Path("/dev/zero")
+    if not device:
+        path = tmp_path / "log"
+        path.touch()
+        os.truncate(path, 4 << 30)
+    assert main(["simulate", "--event-log", str(path)]) == 2
+    assert "expected an event log of hetlb: a line of more than 1 MiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ConfigError, ProfileError])

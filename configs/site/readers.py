@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hetlb import files
 from hetlb.balancer.clients import prompt_keys
 from hetlb.balancer.engines import scrape, series_reader, upstream
 from hetlb.balancer.http import http1, multipart, sse, transfer_fields
@@ -157,7 +158,7 @@ READERS = (
     Reader(
         "event logs",
         "an operator",
-        "one line is held",
+        f"one line is held, of at most {size(files.MAX_BYTES)}",
         "one line that names the place",
         ("lines of an event log",),
     ),

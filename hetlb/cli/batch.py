@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the requests without a result; return 0 if every request was answered, else 1."""
-    if args.requests.resolve() == args.results.resolve():
+    if os.path.realpath(args.requests) == os.path.realpath(args.results):
         raise InputError(f"{args.results}: expected another file than the one of the requests")
     jobs = read_jobs(args.requests)
     journal = BatchJournal(args.results, {job.custom_id for job in jobs})

@@ -43,7 +43,7 @@ MOST_MEDIA: Final = 4096
 _INLINE: Final = re.compile(
     rb'"data(?:(?<!\\"data):[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"|":\s*"[A-Za-z0-9+/=\\]{64,}")'
 )
-#: A string that may be a URL, and what is before that of an image, a sound or a video.
+#: A string that may be a URL, and the bytes before the URL of an image, a sound or a video.
 _URL: Final = re.compile(rb'"https?:')
 _BEFORE_URL: Final = re.compile(
     rb'(?:"(?:image|video|audio)_url":\s*(?:\{[^{}"]{0,40}(?:"detail":\s*"[a-z]{0,10}",\s*)?"url":\s*)?'

@@ -6,6 +6,7 @@ A file with a mistake changes nothing; the removal of a file from a folder remov
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,5 +82,6 @@ def read_instances(path: Path) -> list[Found]:
 def sources_of(fleet: Fleet, table: DiscoveryTable) -> list[FileSource]:
     """Return the source of `discovery.files`, none if it names only the fleet file."""
     paths = [fleet.base / each for each in table.files]
-    others = [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]
+    own = None if fleet.path is None else os.path.realpath(fleet.path)
+    others = [each for each in paths if os.path.realpath(each) != own]
     return [FileSource(others, table.poll_s)] if others else []
