@@ -22,7 +22,7 @@ from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue, Queued, QueueKey, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
+from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Places, Request
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.options.split.hand_overs import HandOvers
 
@@ -69,7 +69,8 @@ def make_scheduler(
 
 
 def request(request_id: int, *, prompt: int = 100, max_tokens: int | None = 50, **more: Any) -> Request:
-    """A request for `MODEL` with an exact prompt length."""
+    """A request for `MODEL` with an exact prompt length, for `subset` or a canary's `side`."""
+    places = Places(more.pop("subset", None), more.pop("side", None))
     return Request(
         id=request_id,
         model=more.pop("model", MODEL),
@@ -77,6 +78,7 @@ def request(request_id: int, *, prompt: int = 100, max_tokens: int | None = 50, 
         longest_prompt_tokens=more.pop("longest", prompt),
         max_tokens=max_tokens,
         prompt_exact=more.pop("exact", True),
+        places=places,
         **more,
     )
 

@@ -34,6 +34,7 @@ from hetlb.balancer.core.step_times import (
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
+    CanarySide,
     Capacity,
     CapacityLearned,
     Dispatch,
@@ -236,3 +237,16 @@ def test_what_a_wrong_profile_misplaced_is_replayed_to_its_new_places() -> None:
     moved += scheduler.wait_again(now)
     assert len(moved) > 3
     assert all(each.same for each in Replay(lines, HandOvers))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"subset": ("b",)}, {"side": CanarySide("b", True)}, {"side": CanarySide("a", False)}]
+)
+def test_a_request_for_some_instances_alone_is_replayed(asked: dict[str, Any]) -> None:
+    setup = SchedulerSetup(
+        (spec("a"), spec("b", slower=2.0)), "hetlb", PolicyParams(), QueueLimits(), initial_health=Health.UP
+    )
+    lines = [encode_setup(setup)]
+    scheduler = RecordingScheduler(setup, write=lines.append)
+    assert dispatched(scheduler.on_arrival(request(1, **asked), 1.0)).instance == "b"
+    assert [each.same for each in Replay(lines)] == [True]

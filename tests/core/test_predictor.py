@@ -126,8 +126,8 @@ def test_no_request_holds_its_true_output_length() -> None:
     assert names == {
         "id", "model", "prompt_tokens", "max_tokens", "sequences", "longest_prompt_tokens", "generates",
         "body_bytes", "prompt_exact", "prefix_keys", "priority", "band", "tenant", "samples",
-        "blocks", "splittable", "streamed", "subset", "preferred", "preferred_within",
-        "service", "generated", "path", "client", "features", "kept_from", "side",
+        "blocks", "splittable", "streamed", "places",
+        "service", "generated", "path", "client", "features", "kept_from",
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from hetlb.balancer.clients.prompt_keys import keys_of, session_key
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
-from hetlb.balancer.core.types import PromptBlocks, RejectReason, Request
+from hetlb.balancer.core.types import ANYWHERE, Places, PromptBlocks, RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.exchange import EngineRequest, Exchange
 from hetlb.balancer.exchange.plain_attempt import PlainMaker
@@ -321,11 +321,10 @@ class Router:
             splittable=splits is not None and splits.may_split(kind, head.path, call.body),
             streamed=call.stream,
             service=service,
-            subset=call.subset,
             path=head.path,
             client=address,
             features=features,
-            side=side,
+            places=ANYWHERE if call.subset is None and side is None else Places(call.subset, side),
         )
 
     def _session_of(self, head: RequestHead, owner: str | None) -> str | None:

@@ -301,7 +301,7 @@ def may_move(lease: Lease) -> bool:
         lease.first_token_at is None
         and lease.own
         and whole
-        and request.subset is None
+        and request.places.subset is None
         and not request.generated
     )
 

@@ -297,7 +297,7 @@ class Placement:
 
     def may_come(self, request: Request, ready: ReadyInstances) -> bool:
         """Return True if an instance that has not had a retried request may be up again in time."""
-        tried, subset = self.retries.attempts[request.id].tried, request.subset
+        tried, subset = self.retries.attempts[request.id].tried, request.places.subset
         for each in ready.instances:
             comes = each.evidence.health.state is Health.EJECTED and each.admin is AdminState.READY
             if comes and each.name not in tried and (subset is None or each.name in subset):
@@ -308,8 +308,8 @@ class Placement:
         known = self.retries.attempts
         if (
             request.longest_prompt_tokens + (request.max_tokens or 1) <= ready.longest_tokens
-            and request.subset is None
-            and request.side is None
+            and request.places.subset is None
+            and request.places.side is None
             and not request.generated
             and (not known or request.id not in known)
         ):
@@ -318,7 +318,7 @@ class Placement:
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried
-        return ready.choices(request, tried, now, holds_back=self.policy.holds_back, side=request.side)
+        return ready.choices(request, tried, now, holds_back=self.policy.holds_back, side=request.places.side)
 
     def context(
         self, request: Request, predicted: float, waiting: int, now: float, long: float = -1.0

@@ -106,13 +106,13 @@ class ReadyInstances:
         """
         tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(not each.why_not and each.gives_ids for each in self.instances)
-        anywhere = tried is None and request.subset is None and not by_ids and side is None
+        anywhere = tried is None and request.places.subset is None and not by_ids and side is None
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
             found = Choices(self.able, self.everyone.excluded)
         else:
-            found = self._fitting(tokens, request.subset, tried, by_ids, side)
+            found = self._fitting(tokens, request.places.subset, tried, by_ids, side)
             if side is not None and not any(tokens <= _longest(each) for each in found.instances):
-                found, side = self._fitting(tokens, request.subset, tried, by_ids), None
+                found, side = self._fitting(tokens, request.places.subset, tried, by_ids), None
         chosen = found.instances
         if not self.throttled or not any(instance.evidence.active(now) for instance in chosen):
             return found

@@ -192,26 +192,41 @@ class CanarySide(PickleByFields):
     inside: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Places(PickleByFields):
+    """Instances that a request may get, and instances that it had better get.
+
+    `subset` names the instances that a gateway allows, or the one that keeps an answer (None: all). `side`
+    is None for a model without a canary. The best of the `preferred` instances is chosen if its score is at
+    most `preferred_within` (a share) above the best of all.
+    """
+
+    subset: tuple[str, ...] | None = None
+    side: CanarySide | None = None
+    preferred: tuple[str, ...] = ()
+    preferred_within: float = 0.0
+
+
+ANYWHERE: Final = Places()
+
+
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
     """One request as the scheduler sees it; its fields are final (a frozen dataclass is not compiled).
 
-    Example: 2 prompts with `n` = 3 are 6 `sequences`, and 3 `samples` share each prompt.
-    `prompt_tokens` is the mean length of its prompts, `longest_prompt_tokens` the same unless stated.
-    `max_tokens` is the client's cap on each output. `generates` is False for embeddings, scores and the like.
-    A request without sequences (a WebSocket, `/tokenize`) takes no slot. `prompt_exact`: the length was
-    counted, not estimated from bytes. `subset` names the instances that a gateway allows (None: all).
-    `path` is the endpoint's; `client` the address of the client. `features` are fields of the body that not
-    every request has; they are read only while they matter (None before). `kept_from` names instances that
-    refuse such a request: it waits in a line of its own. `side` is None for a model without a canary.
-    `prefix_keys` name the prefixes of its prompts, shortest first, each with its length in tokens; None
-    stands for the whole conversation so far. `band` is the operator's priority and comes first; `priority` is
-    vLLM's (lower goes first), within a tenant. `blocks` are digests of a prompt with known token ids, for
-    engines with KV events. `splittable`: prefill and decode may run on different instances. The best of the
-    `preferred` instances is chosen if its score is at most `preferred_within` (a share) above the best of
-    all. `generated` tokens of `prompt_tokens` are output of earlier leases. `service` is its class, with
-    targets narrowed by the request.
+    Example: 2 prompts with `n` = 3 are 6 `sequences`, and 3 `samples` share each prompt. `prompt_tokens` is
+    the mean length of its prompts, `longest_prompt_tokens` the same unless stated. `max_tokens` is the
+    client's cap on each output. `generates` is False for embeddings, scores and the like. A request without
+    sequences (a WebSocket, `/tokenize`) takes no slot. `prompt_exact`: the length was counted, not estimated
+    from bytes. `path` is the endpoint's; `client` the address of the client. `features` are fields of the
+    body that not every request has; they are read only while they matter (None before). `kept_from` names
+    instances that refuse such a request: it waits in a line of its own. `prefix_keys` name the prefixes of
+    its prompts, shortest first, each with its length in tokens; None stands for the whole conversation so
+    far. `band` is the operator's priority and comes first; `priority` is vLLM's (lower goes first), within a
+    tenant. `blocks` are digests of a prompt with known token ids, for engines with KV events. `splittable`:
+    prefill and decode may run on different instances. `generated` tokens of `prompt_tokens` are output of
+    earlier leases. `service` is its class, with targets narrowed by the request.
     """
 
     id: Final[RequestId]
@@ -230,9 +245,7 @@ class Request(PickleByFields):
     blocks: Final[PromptBlocks | None]
     splittable: Final[bool]
     streamed: Final[bool]
-    subset: Final[tuple[str, ...] | None]
-    preferred: Final[tuple[str, ...]]
-    preferred_within: Final[float]
+    places: Final[Places]
     generated: Final[int]
     service: Final[ServiceClass]
     band: Final[int]
@@ -240,7 +253,6 @@ class Request(PickleByFields):
     client: Final[str]
     features: tuple[str, ...] | None
     kept_from: tuple[str, ...]
-    side: Final[CanarySide | None]
 
     def __init__(
         self,
@@ -260,9 +272,7 @@ class Request(PickleByFields):
         blocks: PromptBlocks | None = None,
         splittable: bool = False,
         streamed: bool = False,
-        subset: tuple[str, ...] | None = None,
-        preferred: tuple[str, ...] = (),
-        preferred_within: float = 0.0,
+        places: Places = ANYWHERE,
         generated: int = 0,
         service: ServiceClass = UNSTATED,
         band: int = 0,
@@ -270,7 +280,6 @@ class Request(PickleByFields):
         client: str = "",
         features: tuple[str, ...] | None = None,
         kept_from: tuple[str, ...] = (),
-        side: CanarySide | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -287,18 +296,15 @@ class Request(PickleByFields):
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks
-        self.subset = subset
+        self.places = places
         self.splittable = splittable
         self.streamed = streamed
-        self.preferred = preferred
-        self.preferred_within = preferred_within
         self.service = service
         self.generated = generated
         self.path = path
         self.client = client
         self.features = features
         self.kept_from = kept_from
-        self.side = side
 
     def goes_on(self, generated: int) -> Request:
         """Return the request for the rest of an answer, with `generated` tokens in its prompt."""
@@ -318,7 +324,7 @@ class Request(PickleByFields):
 
         `/` and `,` are in no name of an instance, `-` is in many.
         """
-        subset, kept_from, side = self.subset, self.kept_from, self.side
+        subset, kept_from, side = self.places.subset, self.kept_from, self.places.side
         if subset is None and not kept_from and side is None:
             return None
         aside = "" if side is None else f"/{side.instance},{side.inside}"

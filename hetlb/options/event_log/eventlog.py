@@ -37,6 +37,7 @@ from hetlb.balancer.core.step_times import (
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
+    CanarySide,
     Capacity,
     CapacityLearned,
     Command,
@@ -55,6 +56,7 @@ from hetlb.balancer.core.types import (
     Lease,
     LeaseId,
     Outcome,
+    Places,
     Probed,
     ProbeResult,
     Reject,
@@ -63,7 +65,7 @@ from hetlb.balancer.core.types import (
     Role,
 )
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 
 
 class RecordingScheduler(Scheduler):
@@ -233,7 +235,8 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
         "launch": LaunchTime,
     },
     PnormPrefill: {"grid": PrefillGrid},
-    Request: {"service": ServiceClass},
+    Request: {"service": ServiceClass, "places": Places},
+    Places: {"side": CanarySide},
     Booked: {"request": Request},
     EngineSample: {"capacity": Capacity, "history": EngineHistory},
     InstanceAdded: {"spec": InstanceSpec, "more": InstanceSpec},

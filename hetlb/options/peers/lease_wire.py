@@ -37,7 +37,7 @@ _Keys: TypeAlias = Annotated[tuple[tuple[_Name, _Tokens | None], ...], msgspec.M
 
 
 class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A request as another process sees it: `core.types.Request` without its instance and its preferences."""
+    """A request as another process sees it: `core.types.Request` without its instance and its places."""
 
     id: _Number
     model: _Name

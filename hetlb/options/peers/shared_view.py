@@ -155,7 +155,8 @@ class SharedView:
         expected = self._unseen(now)
         if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
             within = min(_MOST_WORSE_SHARE, expected)
-            request = replace(request, preferred=self._share(), preferred_within=within)
+            places = replace(request.places, preferred=self._share(), preferred_within=within)
+            request = replace(request, places=places)
         unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):
             return scheduler.on_arrival(request, now)

@@ -128,9 +128,10 @@ class PickDriver(Driver):
         instances, request = self.scheduler.instances, lease.request
         number = len(instances)
         found: list[tuple[float, str]] = []
+        subset = request.places.subset
         for step in range(number):
             each = instances[(request.id * _FALLBACK_CANDIDATES + step) % number]
-            if request.subset is not None and each.name not in request.subset:
+            if subset is not None and each.name not in subset:
                 continue
             if each.name != lease.instance and each.routable and request.model in each.models:
                 found.append((each.sequences / each.max_num_seqs, each.name))

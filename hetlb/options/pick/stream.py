@@ -292,7 +292,7 @@ class HttpStream(Upstream):
             self._answer(taken)
             return
         driver, request = shared.driver, taken.record.request
-        sheddable, band, subset = False, 0, request.subset
+        sheddable, band, subset = False, 0, request.places.subset
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
             more = shared.objectives.get(objective.decode("latin-1"), 0)
@@ -301,7 +301,9 @@ class HttpStream(Upstream):
         if self._subset is not None:
             subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
         # A gateway sends a request to one instance.
-        request = taken.record.request = replace(request, splittable=False, band=band, subset=subset)
+        request = taken.record.request = replace(
+            request, splittable=False, band=band, places=replace(request.places, subset=subset)
+        )
         self._exchange = taken
         driver.streams[request.id] = self
         ready = None if subset is None else driver.scheduler.fleet.ready.get(request.model)

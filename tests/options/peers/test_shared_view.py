@@ -201,7 +201,7 @@ def test_each_scheduler_prefers_a_share_of_its_own_where_it_is_hardly_worse() ->
             lease = dispatched(view.on_arrival(request(1), 0.0))
             leases.append(lease)
             # By no more than the requests that are unseen; nothing while the peer books nothing.
-            assert lease.request.preferred_within == pytest.approx(0.1 if heard else 0.0)
+            assert lease.request.places.preferred_within == pytest.approx(0.1 if heard else 0.0)
         assert [lease.instance for lease in leases] == chosen
         for view, lease in zip(views, leases, strict=True):
             view._scheduler.on_lease_ended(lease, Outcome.OK, 0.0, retry=False)

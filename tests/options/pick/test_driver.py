@@ -16,6 +16,7 @@ from hetlb.balancer.core.types import (
     Dispatch,
     EngineSample,
     Outcome,
+    Places,
     Request,
 )
 from hetlb.balancer.exchange.driver_timers import StallWatch
@@ -35,7 +36,7 @@ async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: 
     subset = tuple(f"i{n}" for n in range(count) if n % 2)
     seen: set[str] = set()
     for number in range(60):
-        request = Request(number, "m", 100, subset=subset if number % 2 else None)
+        request = Request(number, "m", 100, places=Places(subset if number % 2 else None))
         (command,) = scheduler.on_arrival(request, 0.0)
         assert isinstance(command, Dispatch)
         driver.picking.decisions.append(command)

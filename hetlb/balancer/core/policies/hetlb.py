@@ -132,7 +132,7 @@ class Evaluation:
 
             self._set_loss = set_loss
         every = targets or request.service.background or ctx.adapter_load_s > 0.0
-        if not every and full is None and request.sequences <= 1 and not request.preferred:
+        if not every and full is None and request.sequences <= 1 and not request.places.preferred:
             if len(self.sights) > 1:  # there is nothing to compare the only one with
                 self._rate_best()
             return False
@@ -216,11 +216,11 @@ class Hetlb(Policy):
             return None
         if found.instance.spec.latency is None and found.instance.speed.seen:
             found = worth_a_try(evaluation.sights, evaluation.rate, found)
-        preferred = ctx.request.preferred
-        if preferred:  # unless it is too much worse
-            among = [i for i, each in enumerate(evaluation.instances) if each.name in preferred]
+        places = ctx.request.places
+        if places.preferred:  # unless it is too much worse
+            among = [i for i, each in enumerate(evaluation.instances) if each.name in places.preferred]
             other = evaluation.best(among)
-            if other is not None and other.score <= (1.0 + ctx.request.preferred_within) * found.score:
+            if other is not None and other.score <= (1.0 + places.preferred_within) * found.score:
                 found = other
         work_s, forecast = found.instance.paper_work(ctx.request, ctx.predicted_output)[2], found
         if ctx.held is not None and ctx.held.paid_tokens(found.instance.tree.cache_id) > 0.0:
