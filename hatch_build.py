@@ -66,7 +66,7 @@ COMPILED = (
     "options/peers/remote_leases.py",
     *(
         f"options/split/{name}.py"
-        for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")
+        for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "transfers")
     ),
     "options/tunnel/realtime.py",
     *(

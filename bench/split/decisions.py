@@ -20,7 +20,7 @@ from per_request import H20, L40S, lengths, plan, profile_of, simulation
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Request, Role
 from hetlb.options.split.hand_overs import HandOvers
-from hetlb.options.split.split_choice import choose_split
+from hetlb.options.split.pairs import choose_split
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 SIZES = (2, 4, 8, 16, 64)

@@ -31,8 +31,7 @@ sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 import stages as real  # noqa: E402
 
 from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor  # noqa: E402
-from hetlb.tools.paths.path_log import dispatches  # noqa: E402
-from hetlb.tools.paths.path_scheduler import PathScheduler  # noqa: E402
+from hetlb.tools.paths.path_scheduler import PathScheduler, dispatches  # noqa: E402
 from hetlb.tools.paths.stages import StageNetwork  # noqa: E402
 from hetlb.tools.sim.pipelines import FEED_DELAY_S, OfflineLoad, PipelineSimulation  # noqa: E402
 

@@ -20,7 +20,7 @@ from hetlb.errors import InputError, PlanError, TraceError, visible
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
-from hetlb.tools.paths.path_log import dispatches, is_path_log
+from hetlb.tools.paths.path_scheduler import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet
 from hetlb.tools.plots import picture_path
 from hetlb.tools.sim.integrity import check_scheduler

@@ -98,8 +98,8 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     import torch
 
     from hetlb.tools.stage.auth import read_key
+    from hetlb.tools.stage.batching import StageBlocks
     from hetlb.tools.stage.checkpoint import load_config
-    from hetlb.tools.stage.kv import StageBlocks
     from hetlb.tools.stage.self_profile import measure
     from hetlb.tools.stage.stage_messages import Welcome
     from hetlb.tools.stage.torch_runner import DTYPES, TorchRunner

@@ -14,7 +14,7 @@ from proxy.growing import fleet
 from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
-from hetlb.balancer.config.profile_selectors import parse_selector, select_profile
+from hetlb.balancer.config.fleet_parts import parse_selector, select_profile
 from hetlb.balancer.fleet.source import Found
 from hetlb.errors import ConfigError
 from hetlb.tools.sim.integrity import check_scheduler

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.tools.stage.batching import Batcher
-from hetlb.tools.stage.kv import BlockTable, StageBlocks
+from hetlb.tools.stage.batching import Batcher, BlockTable, StageBlocks
 from hetlb.tools.stage.stage_messages import Opening, Pass, RouteHop, Sampling
 
 SIZE = 4

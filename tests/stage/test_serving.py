@@ -17,7 +17,7 @@ from stage.rig import Collector, Rig, rig, until
 from stage.toy import answer, make_worker
 
 from hetlb.balancer.core.types import RejectReason
-from hetlb.tools.paths.path_log import dispatches
+from hetlb.tools.paths.path_scheduler import dispatches
 from hetlb.tools.plan.check import check_path
 from hetlb.tools.stage.coordinator import Sequence as Asked
 from hetlb.tools.stage.stage_channel import ChannelError, connect

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hetlb.tools.stage.batching import Work
-from hetlb.tools.stage.kv import StageBlocks
+from hetlb.tools.stage.batching import StageBlocks, Work
 from hetlb.tools.stage.runner import Result, Sampled
 from hetlb.tools.stage.sampling import choose
 from hetlb.tools.stage.stage_messages import Sampling, Welcome

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import stages as real
 
-from hetlb.tools.paths.path_log import dispatches
+from hetlb.tools.paths.path_scheduler import dispatches
 from hetlb.tools.plan.check import check_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

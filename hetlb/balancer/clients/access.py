@@ -166,7 +166,7 @@ def _engine_tls(
     """Return the TLS context for an engine's URL, None where it needs none. Raises `ConfigError`."""
     if not url.startswith("https:"):
         return None
-    from hetlb.balancer.engines.engine_certificates import engine_context
+    from hetlb.balancer.clients.certificates import engine_context
 
     return engine_context(authorities, key, known)
 

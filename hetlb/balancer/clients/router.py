@@ -33,9 +33,8 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import ClientKeys, Tenant
-    from hetlb.balancer.clients.forwarded import ForwardedAddresses
+    from hetlb.balancer.clients.forwarded import ForwardedAddresses, PageOrigins
     from hetlb.balancer.clients.model_names import ModelNames
-    from hetlb.balancer.clients.origins import PageOrigins
     from hetlb.balancer.clients.service_classes import ServiceClasses
     from hetlb.balancer.option_record import Options, Resumption, SpanMaker
 
@@ -103,7 +102,7 @@ class Router:
         #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
         self._pages: PageOrigins | None = None
         if table.cors_origins:
-            from hetlb.balancer.clients.origins import PageOrigins
+            from hetlb.balancer.clients.forwarded import PageOrigins
 
             self._pages = PageOrigins(table.cors_origins)
         self._forwarded: ForwardedAddresses | None = None

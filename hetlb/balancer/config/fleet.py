@@ -120,7 +120,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokenizers of models, as functions from a text to its tokens. Raises `ConfigError`."""
         if all(model.tokenizer is None for model in self.file.models):
             return {}
-        from hetlb.balancer.config.token_counters import token_counters
+        from hetlb.balancer.config.fleet_parts import token_counters
 
         return token_counters(self)
 
@@ -227,7 +227,7 @@ def resolve_instance(
     labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
     named = instance.profile
     if named is None and profiles:
-        from hetlb.balancer.config.profile_selectors import select_profile
+        from hetlb.balancer.config.fleet_parts import select_profile
 
         named = select_profile(labels, profiles)
     if named is not None:
@@ -304,7 +304,7 @@ class _Resolved:
         link = None
         if model.kv_transfer is not None:
             known = None if profile is None else profile.kv_bytes_per_token
-            from hetlb.balancer.config.kv_link import kv_link
+            from hetlb.balancer.config.fleet_parts import kv_link
 
             link = kv_link(model.kv_transfer, instance, key, known)
         spec = replace(spec, role=Role(instance.role), kv_transfer=link)

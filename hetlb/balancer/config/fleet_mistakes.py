@@ -72,7 +72,7 @@ def _profile_mistakes(fleet: Fleet) -> Iterator[str]:
     """Yield a line for each malformed selector, and each missing file."""
     if not fleet.file.profiles:
         return
-    from hetlb.balancer.config.profile_selectors import parse_selector
+    from hetlb.balancer.config.fleet_parts import parse_selector
 
     for text, profile in fleet.file.profiles.items():
         try:

@@ -2,18 +2,20 @@
 
 If an engine is lost in the middle of an answer, the request for the rest (`continuation.py`) waits for
 another lease. An engine that breaks off, or reports a failure, is asked for a sign of life: the request
-itself may be what kills engines (`deaths.py`).
+itself may be what kills engines (`Deaths`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from hetlb.balancer.clients.client_response import NOTHING, STARTED
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.rejections import DROPPED
-from hetlb.balancer.core.types import Lease, Outcome
+from hetlb.balancer.core.types import Lease, Outcome, RequestId
 from hetlb.balancer.engines.upstream import EngineConnection, SideCall
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.attempt import Attempt
@@ -30,7 +32,6 @@ from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call
 from hetlb.balancer.http.sse import TAIL_BYTES
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.resume.continuation import Continuation, Draft
-from hetlb.options.resume.deaths import FATAL_DEATHS, Death, Deaths
 from hetlb.options.resume.progress import Kept
 
 #: Ends of a connection after which its engine may be dead.
@@ -324,3 +325,80 @@ def resumption(driver: Driver) -> Callable[[Kind, Call, EngineRequest], Resumabl
     """Return the factory of the makers that requests with resumable answers get."""
     kept, deaths = Kept(), Deaths()
     return lambda kind, call, outgoing: Resumable(driver, kept, deaths, kind, call, outgoing)
+
+
+# --- deaths of engines in the middle of answers, and the answers that may be the cause ---
+#
+# A request can kill each engine that runs it; most engines die for other reasons. Three facts separate the
+# two:
+#
+# - An answer that shares all its deaths with many others is hardly the cause: one of them is, or none.
+# - A cause kills soon: a death after many tokens of a lease, beside other answers, counts half.
+# - As many other recent deaths with mostly well-ended answers clear an answer: engines die.
+
+#: Deaths after which an answer that was alone in them goes on no more, and how many times more answers share
+#: them for each further death.
+FATAL_DEATHS: Final = 2
+_SHARED_BY: Final = 8.0
+#: Tokens of a lease within which a death follows its begin.
+_SOON_TOKENS: Final = 64
+#: Seconds until a death is forgotten.
+_RECENT_S: Final = 60.0
+#: Least share of well-ended answers in a death that clears its other answers.
+_CLEARED_SHARE: Final = 0.5
+
+
+class Death:
+    """Answers that were lost together at one engine, with the tokens of their leases. `dead`: it has died."""
+
+    __slots__ = ("answers", "at", "dead", "instance", "well")
+
+    def __init__(self, instance: str, at: float) -> None:
+        self.instance = instance
+        self.at = at
+        self.dead = False
+        self.answers: dict[RequestId, int] = {}
+        #: Number of its answers that have ended well since.
+        self.well = 0
+
+    def weight_of(self, request_id: RequestId) -> float:
+        """Return the weight of this death against one of its answers, less if others may be the cause."""
+        return 1.0 if len(self.answers) == 1 or self.answers[request_id] < _SOON_TOKENS else 0.5
+
+
+class Deaths:
+    """The last deaths of engines that a process saw."""
+
+    __slots__ = ("_deaths",)
+
+    def __init__(self) -> None:
+        self._deaths: deque[Death] = deque()
+
+    def lost(self, lease: Lease, tokens: int, now: float) -> Death:
+        """Note that an answer was lost after `tokens`: in one death with all that began before it."""
+        deaths = self._deaths
+        while deaths and now - deaths[0].at > _RECENT_S:
+            deaths.popleft()
+        for found in reversed(deaths):
+            if found.instance == lease.instance and lease.dispatched_at <= found.at:
+                break
+        else:
+            found = Death(lease.instance, now)
+            deaths.append(found)
+        found.answers[lease.request.id] = tokens
+        return found
+
+    def suspect(self, request_id: RequestId, own: Sequence[Death], now: float) -> bool:
+        """Return True if an answer may have caused its `own` deaths: it is given to no further engine."""
+        if len(own) < FATAL_DEATHS:
+            return False
+        alike = set(own[0].answers).intersection(*(death.answers for death in own[1:]))
+        fatal = FATAL_DEATHS + math.log(len(alike), _SHARED_BY)
+        if sum(death.weight_of(request_id) for death in own) < fatal:
+            return False
+        cleared = sum(
+            death.dead and death not in own and death.well >= _CLEARED_SHARE * len(death.answers)
+            for death in self._deaths
+            if now - death.at <= _RECENT_S
+        )
+        return cleared < len(own)

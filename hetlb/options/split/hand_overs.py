@@ -29,7 +29,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
-from hetlb.options.split.split_choice import SplitChoice, choose_split, join_s
+from hetlb.options.split.pairs import SplitChoice, choose_split, join_s
 from hetlb.options.split.transfers import TransferTimes
 
 

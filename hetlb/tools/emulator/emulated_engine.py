@@ -8,11 +8,10 @@ from typing import Final
 from hetlb.app_listener import AppListener
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.tools.emulator.api import Api
+from hetlb.tools.emulator.api import Api, SleepMode
 from hetlb.tools.emulator.generation import Reader
 from hetlb.tools.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.tools.emulator.real_time import EngineGroup, RealTimeEngine
-from hetlb.tools.emulator.sleep_mode import SleepMode
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 

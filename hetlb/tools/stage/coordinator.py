@@ -22,8 +22,7 @@ from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.types import Outcome, Reject, RejectReason, Request
 from hetlb.tasks import ended
 from hetlb.tools.paths.path_ledger import PathLease, kv_by_layer
-from hetlb.tools.paths.path_log import PathLog
-from hetlb.tools.paths.path_scheduler import PathCommand, PathScheduler
+from hetlb.tools.paths.path_scheduler import PathCommand, PathLog, PathScheduler
 from hetlb.tools.paths.stages import (
     SINK,
     SOURCE,

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from hetlb.tools.stage.batching import StageLease, Work
-from hetlb.tools.stage.kv import BlockTable, StageBlocks
+from hetlb.tools.stage.batching import BlockTable, StageBlocks, StageLease, Work
 from hetlb.tools.stage.runner import Runner
 from hetlb.tools.stage.stage_messages import RouteHop, Sampling
 

@@ -17,7 +17,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
 
 from hetlb.balancer.core.types import Lease, Probed, ProbeResult
 from hetlb.balancer.core.types import Request as CoreRequest
-from hetlb.options.resume.deaths import Deaths
+from hetlb.options.resume.resumed import Deaths
 
 #: Tokens of every answer, and ids of its prompt.
 LENGTH, PROMPT = 300, 2

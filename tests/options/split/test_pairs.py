@@ -29,8 +29,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
-from hetlb.options.split.pairs import _Pairs
-from hetlb.options.split.split_choice import join_s
+from hetlb.options.split.pairs import _Pairs, join_s
 from hetlb.tools.sim.integrity import check_scheduler
 
 LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
