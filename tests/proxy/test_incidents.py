@@ -20,7 +20,7 @@ from faults.client import Client, body_of, request
 from faults.engine import FaultEngine, Visit, _status, mode
 from helpers import HANG_S
 from proxy.services import Running, document, serving
-from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk
+from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk, plain
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,7 @@ class Watched(FaultEngine):
 
     def __init__(self) -> None:
         self.others = 0
+        self.lists = True
         self.page = True
         self.began = next(_BEGAN)
         super().__init__("steady")
@@ -74,7 +75,9 @@ class Watched(FaultEngine):
 
     async def _answer(self, visit: Visit) -> None:
         known = ("/health", "/v1/models", "/version", *(("/metrics",) if self.page else ()))
-        if visit.method == "GET" and visit.path not in known:
+        if visit.path == "/v1/models" and not self.lists:
+            await visit.send(plain(b"<html>hello</html>"))
+        elif visit.method == "GET" and visit.path not in known:
             await visit.send(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
         else:
             await super()._answer(visit)
@@ -146,7 +149,7 @@ class Case:
     mends: Step
     tables: dict[str, Any] = field(default_factory=dict)
     instance: dict[str, Any] = field(default_factory=dict)
-    well: str = "^well|^busy: The slots"
+    well: str = r"^well: (?!i0 )|^busy: The slots"
 
 
 def sets(**values: Any) -> Step:
@@ -211,13 +214,13 @@ async def flaps(incident: Incident) -> None:
     await dies(incident)
 
 
-#: A step of 20 ms, as the engines take.
+#: A step of 40 ms: the engines take half of that on an idle machine.
 PROFILE = """
 version: 1
 name: steady
 engine: {name: emulated, kv_cache_tokens: 1000000, block_size: 16, max_num_seqs: 64}
 prefill: {k1: 0, k2: 0, k3: 0, k4: 1.0e-3}
-decode: {k5: 0, k6: 0, k7: 0, k8: 2.1e-2}
+decode: {k5: 0, k6: 0, k7: 0, k8: 4.0e-2}
 """
 OK = sets(mode="steady")
 SLOTS = {"max_num_seqs": 4}
@@ -238,7 +241,7 @@ CASES = {
     "400 at one": Case(sets(mode="400"), r"degraded: i0 answers 400 to .*; the other servers", OK),
     "key refused": Case(sets(mode="401"), r"degraded: i0 refuses hetlb's key \(401\)", OK),
     "slower than its profile": Case(
-        sets(pace_s=0.2),
+        sets(pace_s=0.4),
         r"degraded: i0 takes .* times as long as its profile says",
         sets(pace_s=0.02),
         instance={"max_num_seqs": 64, "profile": "steady.yaml"},
@@ -260,6 +263,9 @@ CASES = {
         SLOTS,
     ),
     "red health": Case(sets(health="500"), r"i0 fails its probes \(/health answers 500\)", sets(health="ok")),
+    "a web server": Case(
+        sets(lists=False), r"busy: i0 fails its probes \(its /v1/models is no list", sets(lists=True)
+    ),
     "another model": Case(moves, r"degraded: i0 serves other, not m", moves_back),
     "no metrics": Case(sets(page=False), r"i0 has no /metrics", sets(page=True)),
     "loading": Case(

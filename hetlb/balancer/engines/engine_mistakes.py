@@ -42,9 +42,10 @@ _STEPS: Final = (
     ),
     ("not HTTP", "Correct the port: it is of another program. `vllm serve` prints its own when it starts."),
     (
-        "closes the connection",
+        "close[sd] the connection",
         "Correct the port; or it asks for TLS or a client's certificate.",
     ),
+    ("no list of models", "Correct the address: give the one that `vllm serve` prints, without a path."),
     ("answers 40[13]", "Engines ask for no key there: correct the address, or let /health pass."),
     ("answers 404", "Correct the address: give the one that `vllm serve` prints, without a path."),
     ("answers 3", "Correct the address: it redirects."),

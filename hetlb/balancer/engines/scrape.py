@@ -78,6 +78,8 @@ _EMPTY_CHAT: Final = b"POST /v1/chat/completions"
 _LATE: Final = "no answer to"
 #: Detail of a probe that finds an empty list of models.
 _NO_MODEL: Final = "loading: it lists no model"
+#: Detail of a look that finds another page there: no OpenAI server answers.
+_NO_LIST: Final = "its /v1/models is no list of models"
 
 #: Version of vLLM from which a request may choose an engine of its server.
 _RANK_VERSION: Final = (0, 12)
@@ -337,6 +339,8 @@ class EngineWatch:
             listed, why = await self._read_models(name, seen, instance)
             if listed is ProbeResult.LOADING:
                 result, detail = listed, why
+            elif instance is not None and why == _NO_LIST:
+                instance.unhealthy, seen.models_at = why, -math.inf
         if result is not None and not ((answers or read) and result is ProbeResult.OK):
             self._learned(Probed(name, result, detail))
         if result is not ProbeResult.OK:
@@ -354,7 +358,9 @@ class EngineWatch:
         late, seen.late = seen.late, result is ProbeResult.FAILED and detail.startswith(_LATE)
         seen.probed_at = now
         if instance is not None and result is not None and (late or not seen.late):
-            instance.unhealthy = detail if result is ProbeResult.FAILED else ""
+            no_list = instance.unhealthy == _NO_LIST and seen.models_at == -math.inf
+            if result is ProbeResult.FAILED or not no_list:
+                instance.unhealthy = detail if result is ProbeResult.FAILED else ""
 
     async def _measure(self, name: str, seen: Looked, now: float) -> bool:
         """Read the metrics of an engine and pass them on. Return True if there were some."""
@@ -568,7 +574,7 @@ class EngineWatch:
             return ProbeResult.LOADING, _NO_MODEL
         entries = read_model_list(body) if status == 200 else []
         if not entries:
-            return _unready(_MODELS, status, instance)
+            return (ProbeResult.FAILED, _NO_LIST) if status == 200 else _unready(_MODELS, status, instance)
         self._told.pop(name, None)
         if seen.models_at == -math.inf:
             await self._read_version(name)
