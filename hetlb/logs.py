@@ -117,7 +117,7 @@ class LogWriter:
                 self._hand_over()  # before the event loop began, after it, or from another thread
 
     def flush(self) -> None:
-        """Hand what is queued to the thread. On the event loop, to end its timer, or after it."""
+        """Hand the queued lines to the thread. Call it on the event loop, or after the loop has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -164,7 +164,7 @@ class LogWriter:
         self._gap = b""
 
     def _piece(self, batch: bytes, left: int) -> int:
-        """Return the number of bytes of what is left of a batch that are written at once."""
+        """Return how many of the `left` bytes to write next: whole lines, `_at_once` bytes at most."""
         if self._at_once is None or left <= self._at_once:
             return left
         start = len(batch) - left

@@ -103,7 +103,7 @@ class Limiter:
         self.limits = limits
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> Ticket:
-        """Count a request that comes; `max_tokens` 0: it names none. Raises `Refusal` (429)."""
+        """Count an arriving request, or raise `Refusal` (429); `max_tokens` 0: the request states none."""
         limits, requests, tokens = self.limits, self._requests, self._tokens
         requests.forget(now)
         tokens.forget(now)
@@ -127,11 +127,14 @@ class Limiter:
 
     @property
     def journal(self) -> KeyJournal | None:
-        """Reader of what is counted here, None where no other process asks."""
+        """Journal that tells other processes what is counted here, None if there are none."""
         return None if self._limiters is None else self._limiters.journal
 
     def adopt(self, reserved: int, fresh: bool, now: float) -> Ticket:
-        """Count a request that another process admitted. `fresh`: just now; else it is only in flight."""
+        """Count a request that another process admitted.
+
+        If it is `fresh`, it counts in the current minute; else only as in flight.
+        """
         requests, tokens = self._requests, self._tokens
         requests.forget(now)
         tokens.forget(now)
@@ -173,7 +176,7 @@ class Ticket:
     __slots__ = ("limiter", "number", "own", "reserved", "slot")
 
     def __init__(self, limiter: Limiter, slot: _Slot, reserved: int, *, own: bool = True) -> None:
-        """`own`: this process let it in."""
+        """Make a ticket; `own` is False if another process admitted the request."""
         self.limiter = limiter
         self.own = own
         #: Its number in the journal.

@@ -144,9 +144,9 @@ class Driver:
             self.guard.ended(exchange, error)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """End a lease of a request that waits again: the scheduler decides about it.
+        """End a lease and give its request back to the scheduler, which places or queues it again.
 
-        The missing rest of a partly kept answer goes on elsewhere.
+        Of an answer that the client has in part, only the missing rest is requested.
         """
         generated: int | None = None
         if record.resumed:
@@ -157,7 +157,7 @@ class Driver:
         self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=generated)
 
     def give_up(self, request_id: RequestId) -> float:
-        """Take a request out of the queue if its client waits no longer. Return seconds until another try."""
+        """Take a request out of the queue. Return the seconds after which its client should try again."""
         now, scheduling = self.now(), self.scheduling
         scheduling.cancelled(request_id, now)
         return scheduling.drain_rate.retry_after_s(scheduling.fleet.waiting, now)
@@ -330,7 +330,7 @@ class Driver:
         return self.pools.of(lease)
 
     def instances_changed(self) -> None:
-        """Close connections to instances that left; split requests once an instance transfers its cache."""
+        """Close connections to instances that left. Prepare splits if an instance has `kv_transfer`."""
         self.pools.drop_unused({target.incarnation for target in self.scheduling.fleet.targets()})
 
         scheduler = self.scheduling.scheduler

@@ -54,7 +54,7 @@ class PairRecord:
         self.booked_at = self.rests_until = float("-inf")
 
     def judge(self, fetched: bool, count: int, left: int, now: float) -> None:
-        """Add `count` transfers with one verdict; `left` have their first token and none."""
+        """Add `count` transfers with one verdict; `left` others have a first token and wait for a verdict."""
         self.unjudged = left
         if fetched:
             self.fetched += count
@@ -140,10 +140,10 @@ class FetchChecks:
         asked_at: float,
         now: float,
     ) -> None:
-        """Judge due transfers by an engine's counters, None if it has none.
+        """Judge the transfers to an engine by its counters of fetched and computed prompt tokens.
 
-        `coming`: tokens of transfers to it before their first token, by source; the engine may have counted
-        them already. `asked_at`: time at which its page was asked for.
+        A counter that the engine lacks is None. `coming` has the tokens, by source, of transfers without a
+        first token yet: the engine may have counted these. Its page was asked for at `asked_at`.
         """
         counted = self._counted.get(target.incarnation)
         if fetched is None or computed is None:
