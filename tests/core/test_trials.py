@@ -351,3 +351,19 @@ def test_a_trial_that_begins_is_enough_where_nothing_was_lost() -> None:
     for each in (other, trial):
         whole(scheduler, each, 60.0)
     check_scheduler(scheduler)
+
+
+def test_a_refusal_is_no_clients_mistake_while_one_without_room_was_not_asked() -> None:
+    """The third server of an unknown speed takes three requests at first."""
+    scheduler = make_scheduler([spec(name, latency=None) for name in "abc"], "hetlb")
+    for i in range(3):
+        assert dispatched(scheduler.on_arrival(request(100 + i, subset=("c",)), 0.0)).instance == "c"
+    visits = 0
+    for i in range(60):
+        commands = scheduler.on_arrival(request(i), i / 100)
+        lease = dispatched(commands) if commands else None
+        while lease is not None and lease.instance != "c":
+            visits += 1
+            lease = refused(scheduler, lease, False, i / 100)
+    assert visits <= 2
+    check_scheduler(scheduler)

@@ -97,9 +97,16 @@ class Failover:
         lease.judged = True
 
     def failed(self, instance: Instance, lease: Lease, now: float) -> None:
-        """Note a failure or a refusal that is nobody's fault so far."""
+        """Note a failure or a refusal that counts against no instance so far."""
         if lease.request.sequences and instance.evidence.failed(now):
             self._fleet.reindex(now)
+
+    def untried(self, lease: Lease) -> bool:
+        """Return True if some instance that takes requests was not asked for the request of a lease."""
+        ready = self._fleet.ready.get(lease.request.model)
+        known = self._retries.attempts.get(lease.request.id)
+        tried = (lease.instance, *(() if known is None else known.tried))
+        return ready is not None and any(each.name not in tried for each in ready.up)
 
     def refused_by_all(self, request: Request, known: Attempts, now: float) -> None:
         """Note that all instances that were asked refuse a request: it is its client's mistake."""
@@ -200,7 +207,7 @@ class Failover:
 
     @property
     def placing_again(self) -> PlacingAgain:
-        """What places the leases of `misplaced`."""
+        """The places anew of the leases of `misplaced`."""
         if self._placing_again is None:
             from hetlb.balancer.core.placing_again import PlacingAgain
 

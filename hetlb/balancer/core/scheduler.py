@@ -312,9 +312,9 @@ class Scheduler:
         elif refusal and fleet.account().kinds.refuses(request, instance.name, status, now):
             lease.judged = True  # it is known
         allowed = retries.allowed(self.failover.slots_taken)
-        tries = allowed and may_move and runs < (MOST_MOVES if refusal else 1)
-        tries = tries and (not refusal or fleet.account().kinds.may_ask(request, now))
-        if tries and ready is not None:
+        asks = may_move and runs < (MOST_MOVES if refusal else 1)
+        asks = asks and (not refusal or fleet.account().kinds.may_ask(request, now))
+        if asks and allowed and ready is not None:
             commands = self.failover.move(lease, ready, now, ran=False)
             if commands:
                 if not lease.judged:
@@ -324,8 +324,8 @@ class Scheduler:
                     else:
                         self.failover.failed(instance, lease, now)
                 return commands
-        if refusal and not allowed:  # another one may take it
-            lease.judged = True
+        if refusal and asks and (not allowed or self.failover.untried(lease)):
+            lease.judged = True  # another one has no room for it now, and may take such requests
             self.failover.failed(instance, lease, now)
         elif known is not None and known.failures:
             if refusal:
