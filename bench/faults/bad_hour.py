@@ -806,14 +806,14 @@ async def recovers(bench: Bench) -> None:
     """Row 11: every answer of the fast server fails for 10 s, then none does."""
     servers, well_s, ill_s = bench.servers(), 8.0, 10.0
     percents: list[int] = []
-    last_at = 0.0
+    last_at, said = 0.0, ""
 
     def look(now: float, status: Fields) -> None:
-        nonlocal last_at
+        nonlocal last_at, said
         servers[0].bad = (lambda fields, body: _error(500)) if well_s <= now < well_s + ill_s else None
         for cause in status["causes"]:
             if cause["instance"] == "a":
-                last_at = now
+                last_at, said = now, cause["sentence"]
                 found = re.search(r"(\d+) %", cause["sentence"])
                 if found and well_s + 2.0 <= now < well_s + ill_s:
                     percents.append(int(found[1]))
@@ -828,7 +828,7 @@ async def recovers(bench: Bench) -> None:
     good = sorted(row[0] + row[3] - healed for row in rows if row[1] and row[2] == "a" and row[0] > healed)
     third_s, clear_s = good[2] if len(good) > 2 else math.inf, last_at - healed
     over = log.count("event=cause_over ")
-    text = f"third good answer after {third_s:.1f} s, clear after {clear_s:.1f} s, {over} ends told"
+    text = f"third good answer after {third_s:.1f} s, clear after {clear_s:.1f} s, {over} ends told: {said}"
     text += f"; said {min(percents)} to {max(percents)} %" if percents else ""
     kept = clear_s <= min(10.0, third_s + 2.0) and over > 0 and min(percents, default=100) >= 50
     bench.verdict("recovers", kept, text)
