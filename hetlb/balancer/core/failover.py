@@ -125,7 +125,7 @@ class Failover:
                 self._fleet.account().kinds.refused(request, instance.name, status, at)
         known.failures.clear()
 
-    def _elsewhere(
+    def elsewhere(
         self, lease: Lease, rest: Request, ready: ReadyInstances, now: float, *, with_room: bool
     ) -> Decision | None:
         """Return another instance for the rest of a lease, None if there is none: then the lease stays.
@@ -135,7 +135,7 @@ class Failover:
         retries, placement = self._retries, self._placement
         known, tried = rest.id in retries.attempts, retries.attempts[rest.id].tried
         tried.append(lease.instance)
-        found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
+        found = placement.choose(rest, ready, now, predicted_rest(lease, rest))
         if found is not None and with_room:
             evidence = found.instance.evidence
             if evidence.standing(now) is not None or found.instance.sequences >= evidence.room.limit(now):
@@ -150,7 +150,7 @@ class Failover:
     def move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
         """Move a request without a byte of an answer. Return no commands if no other instance takes it."""
         request, retries = lease.request, self._retries
-        found = self._elsewhere(lease, request, ready, now, with_room=True)
+        found = self.elsewhere(lease, request, ready, now, with_room=True)
         if found is None:
             return []
         attempts = retries.attempts[request.id]
@@ -261,40 +261,8 @@ class Failover:
             return self._backlog.push(request, now, predicted)
         return [self._backlog.give_up(request, unsent=unsent)]
 
-    def go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
-        """Place the rest of an answer after its engine was lost. It takes from the budget of retries."""
-        retries, placement, request_id = self._retries, self._placement, rest.id
-        retries.forget(request_id)
-        predicted = _predicted_rest(lease, rest)
-        ready = self._fleet.ready.get(rest.model)
-        if ready is not None and retries.allowed(self.slots_taken):
-            retries.attempts[request_id].tried.append(lease.instance)
-            placed = placement.place(rest, ready, now, predicted)
-            if placed is not None:
-                retries.leases.add(placed.lease.id)
-                return [placed]
-            retries.forget(request_id)
-        return self._backlog.push(rest, now, predicted, again=True)
 
-    def move_away(self, lease: Lease, generated: int, now: float) -> list[Command]:
-        """Move a lease away from a working instance that will leave.
-
-        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over. Without
-        commands it stays.
-        """
-        ready = self._fleet.ready.get(lease.request.model)
-        if ready is None or lease.decode is not None:
-            return []
-        found = self._elsewhere(lease, lease.request.goes_on(generated), ready, now, with_room=False)
-        if found is None:
-            return []
-        placed = self._placement.book(found)
-        lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
-        self.drop(lease, now)
-        return [placed, *self._backlog.flush(now)]
-
-
-def _predicted_rest(lease: Lease, rest: Request) -> float:
+def predicted_rest(lease: Lease, rest: Request) -> float:
     """Return the predicted output of the rest of an answer, in tokens."""
     more = rest.generated - lease.request.generated
     return max(1.0, lease.predicted_output - more) if more else lease.predicted_output

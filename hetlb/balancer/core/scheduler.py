@@ -240,7 +240,7 @@ class Scheduler:
             known = retries.attempts[request.id] if again else retries.attempts.get(request.id)
             commands = self.failover.ended_badly(instance, lease, outcome, known, now, again=again)
             if generated is not None:
-                commands += self.failover.go_on(lease, lease.request.goes_on(generated), now)
+                commands += self.failover.placing_again.go_on(lease, lease.request.goes_on(generated), now)
                 return commands + self.backlog.flush(now)
             if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
                 commands += self.failover.retry(lease, outcome, now)
@@ -339,7 +339,7 @@ class Scheduler:
 
     def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
         """Move a lease away from a working instance, behind `generated` tokens. Without commands it stays."""
-        return self.failover.move_away(lease, generated, now)
+        return self.failover.placing_again.move_away(lease, generated, now)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
         """Move a lease of `failover.stranded`. Without commands it stays."""
