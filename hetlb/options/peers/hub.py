@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 import socket
@@ -28,6 +29,8 @@ from hetlb.turns import turns
 HUB: Final = "hub:"
 #: Bytes that may wait for a peer of a hub that does not read.
 _MAX_UNREAD_BYTES: Final = 64 << 20
+#: Seconds between two messages of a member that come back to it, at least.
+_ECHO_S: Final = 0.25
 #: Seconds that the last messages may take to leave.
 _LAST_WORDS_S: Final = 1.0
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -239,7 +242,7 @@ class HubTransport(_Frames):
 
 
 class Hub:
-    """The hub of a machine's peers: what one sends goes to all. One that does not read is dropped.
+    """The hub of a machine's peers: what one sends goes to the others. One that does not read is dropped.
 
     When the connection of a member ends the others are told so at once, in its name.
     """
@@ -270,11 +273,11 @@ class Hub:
         if left.farewell:
             self.spread(left.farewell)
 
-    def spread(self, frames: bytes) -> None:
-        """Pass whole frames on to all."""
+    def spread(self, frames: bytes, but: _Member | None = None) -> None:
+        """Pass whole frames on to all, `but` one."""
         for member in list(self._members):
             transport = member.transport
-            if transport is not None and not transport.is_closing():
+            if transport is not None and member is not but and not transport.is_closing():
                 transport.write(frames)
                 if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
                     transport.abort()
@@ -298,6 +301,7 @@ class _Member(_Frames):
         super().__init__(hub.left)
         self._hub = hub
         self._trusted = False
+        self._echoed_at = -math.inf
         #: Farewell in its name, as a frame: it goes to the others when the connection has ended.
         self.farewell = b""
 
@@ -319,7 +323,11 @@ class _Member(_Frames):
             self.farewell = framed(farewell(message))
 
     def whole(self, data: bytearray, end: int) -> None:
-        self._hub.spread(bytes(memoryview(data)[:end]))
+        # A member needs an echo now and then, to know how old news is; each one wakes it.
+        now = asyncio.get_running_loop().time()
+        echoes = now - self._echoed_at >= _ECHO_S
+        self._echoed_at = now if echoes else self._echoed_at
+        self._hub.spread(bytes(memoryview(data)[:end]), None if echoes else self)
 
 
 def _bound(path: Path) -> socket.socket:

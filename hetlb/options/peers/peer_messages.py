@@ -131,8 +131,8 @@ def each_frame(data: bytearray, take: Callable[[bytes], object], may_go_on: Call
 class PeerTransport(Protocol):
     """Carrier of messages: a hub on one machine, a Redis server between machines.
 
-    It passes each message on to all peers, the sender included, in order, or the connection is lost. `lost`:
-    one was not carried. `by_peer`: its server is in the process of a peer.
+    It passes each message on to all peers, and now and then to the sender too, in order, or the connection is
+    lost. `lost`: one was not carried. `by_peer`: its server is in the process of a peer.
     """
 
     lost: bool

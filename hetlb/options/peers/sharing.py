@@ -1,8 +1,8 @@
 """Sharing of several schedulers of one fleet, over a hub or Redis: leases, waiting requests, use of keys.
 
-Each process also receives its own messages; their round trip is the assumed age of the others' news. It sends
-at least four messages in `silent_s`; a peer silent for `silent_s` is dead. It sends its whole state when it
-joins, on request, and after a loss of the connection. Without a connection each continues with its own view
+Each process also receives messages of its own; their round trip is the assumed age of the others' news. It
+sends at least four messages in `silent_s`; a peer silent for `silent_s` is dead. It sends its whole state if
+it joins, on request, and after a loss of the connection. Without a connection each goes on with its own view
 and the engines' own figures.
 """
 

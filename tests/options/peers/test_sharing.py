@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +449,32 @@ def test_the_place_of_a_hub_is_checked(tmp_path: Path) -> None:
         check_place(tmp_path / "hub.sock")
     tmp_path.chmod(0o1777)
     check_place(tmp_path / "hub.sock")
+
+
+async def test_a_hub_sends_a_member_few_of_its_own_messages_and_all_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message woke its sender too."""
+    monkeypatch.setattr("hetlb.options.peers.hub._ECHO_S", 3600.0)
+    path, own, other = tmp_path / "hub.sock", [0], [0]
+    one, two = HubTransport(path), HubTransport(path)
+
+    def count(counter: list[int]) -> Callable[[bytes], None]:
+        def heard(message: bytes) -> None:
+            counter[0] += 1
+
+        return heard
+
+    tasks = []
+    for transport, counter in ((one, own), (two, other)):
+        joined = asyncio.Event()
+        tasks.append(asyncio.create_task(transport.run(joined.set, count(counter))))
+        await joined.wait()
+    for number in range(20):
+        one.send(peer_messages.message("ab", peer_messages.CHANGES, number, 0.0, []))
+        await turns_until(lambda number=number: other[0] > number)  # type: ignore[misc]
+    assert other == [20]
+    assert own == [1]
+    for transport in (two, one):
+        await transport.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
