@@ -52,7 +52,7 @@ COMPILED = (
     *(
         f"balancer/http/{name}.py"
         for name in (
-            "connection_states", "error_responses", "forward_headers", "http1", "openai_body",
+            "answer_form", "connection_states", "error_responses", "forward_headers", "http1", "openai_body",
             "paced_reading", "request_reader", "sse", "text_shape", "transfer_fields",
         )
     ),

@@ -63,17 +63,6 @@ _NO_TEXT: Final = (
 )
 
 
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] | None = None
-
-
-_decoder = msgspec.json.Decoder(_Answer)
-
-
 def is_usual(body: bytes, tokens: int | None, model: str) -> bool:
     """Return True if a whole answer is good at one look, as most are. False says nothing.
 
@@ -125,9 +114,10 @@ def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
     found = _FINISH.search(body)
     if found is None:
         try:
-            choices = _decoder.decode(body).choices
+            answer = msgspec.json.decode(body)
         except NOT_JSON:
             return GOOD  # another form: judged elsewhere
+        choices = answer.get("choices") if isinstance(answer, dict) else None
         return WRONG if choices is not None and not choices else ODD
     finish = found[1]
     if finish in _GIVEN_UP:
