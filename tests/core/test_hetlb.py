@@ -403,6 +403,17 @@ def test_a_lone_user_finds_the_fastest_of_four_without_profiles_at_once(order: t
     assert set(got[4:]) == {fastest}
 
 
+@pytest.mark.parametrize("reading", [2.0, 15.0])
+def test_leases_pay_for_a_prefix_elsewhere_only_if_they_run_while_it_is_read(reading: float) -> None:
+    """An engine that takes twelve seconds for it, and two for an answer, reads it for none of forty."""
+    slow = FAST.with_factors(reading, 1.0, 1.5, 0.0, 0.0, 0.0)
+    fleet = [spec("fast", kv=10**6), spec("slow", latency=slow, kv=10**6)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    asked = [request(i, prompt=8100, prefix_keys=(("system", 8000),), streamed=True) for i in range(40)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.05 * each.id)) for each in asked]
+    assert any(lease.instance == "slow" for lease in leases) is (reading < 10.0)
+
+
 def test_an_engine_that_tells_nothing_is_not_full_by_an_assumed_cache() -> None:
     """An engine with a page, and no size there, is."""
     sent, passes = [], Capacity(max_num_batched_tokens=65_536)
