@@ -26,8 +26,8 @@ _SURE: Final = 3
 _SURE_SCRAPES: Final = 6
 #: Most seconds between two scrapes of which the later may not have much more.
 _NEAR_S: Final = 0.6
-#: Tokens of each running answer, CPU seconds, and multiple of a figure's recent growth, by which the figure
-#: may exceed the other name's of shortly before.
+#: Largest step between two names' figures of one process: tokens of each running answer, CPU seconds, and a
+#: multiple of a figure's recent growth.
 _MOST_STEPS: Final = 2.0
 _MOST_CPU_S: Final = 0.05
 _MOST_GROWTH: Final = 1.5
