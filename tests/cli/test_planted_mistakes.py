@@ -304,7 +304,7 @@ async def test_nothing_at_an_address_is_told_alike(tmp_path: Path) -> None:
     async with server(GOOD) as right:
         [found] = await wrong(tmp_path, [right, url], 1)
         assert found["found"] == f"{url}: connection refused"
-        assert found["advice"].startswith("start it, or check its network")
+        assert found["advice"].startswith("start it, wait if it is loading, or check its network")
 
 
 async def test_an_instance_that_is_hetlb_is_told_to_have_the_wrong_address(tmp_path: Path) -> None:

@@ -556,8 +556,8 @@ def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> boo
         return False
     begun = SseWatcher(False)
     begun.feed(payload)
-    if not begun.failed:
-        return False
+    if not begun.failed or (begun.events and attempt.handling.reruns and not begun.refused):
+        return False  # tokens that another one goes on behind are an answer that has begun
     _turned_away(attempt, 400 if begun.refused else 500, None)
     return attempt.exchange.attempt is not attempt
 

@@ -251,7 +251,8 @@ async def test_fairness_objective_and_subset_reach_the_scheduler(tmp_path: Path)
     assert all(fact.same for fact in facts)
     with log.open() as lines:
         seen = [json.loads(line)["request"] for line in lines if '"kind":"arrival"' in line]
-    assert [(each["band"], each["tenant"], each["subset"]) for each in seen] == [(-7, "team", ["i1"])] * 3
+    taken = [(each["band"], each["tenant"], each["places"]["subset"]) for each in seen]
+    assert taken == [(-7, "team", ["i1"])] * 3
 
 
 async def test_keys_of_clients_are_checked_and_engines_get_their_own(tmp_path: Path) -> None:
