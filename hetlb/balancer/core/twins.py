@@ -26,6 +26,8 @@ _SURE: Final = 3
 _SURE_SCRAPES: Final = 6
 #: Most seconds between two scrapes of which the later may not have much more.
 _NEAR_S: Final = 0.6
+#: Other names of one process that are looked for: of a thousand servers each would be compared with each.
+_MOST_NAMES: Final = 8
 #: Largest step between two names' figures of one process: tokens of each running answer, CPU seconds, and a
 #: multiple of a figure's recent growth.
 _MOST_STEPS: Final = 2.0
@@ -112,9 +114,10 @@ class Twins:
         self.pairs: dict[tuple[int, int], Pair] = {}
 
     def scraped(self, instance: Instance, among: Sequence[Instance], now: float) -> None:
-        """Compare an instance after a scrape with the others that began at the same tick."""
-        for other in among:
-            if other is not instance and other.began == instance.began:
+        """Compare an instance after a scrape with the others that began at the same tick, if they are few."""
+        alike = [each for each in among if each.began == instance.began and each is not instance]
+        if len(alike) <= _MOST_NAMES:
+            for other in alike:
                 self._compare(instance, other, now)
 
     def _compare(self, instance: Instance, other: Instance, now: float) -> None:
