@@ -28,6 +28,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Probed,
     ProbeResult,
+    SpeedTried,
 )
 
 
@@ -490,25 +491,28 @@ def test_one_that_slows_is_named_if_another_one_does_not(
         for each in (a, b, c):
             if each is a or number < answers:
                 each.speed.observe_prefill(0.2, 0.2, fleet.now)
-    fleet.recent.late(lag_s)
     for _ in range(10):
         fleet.now += 0.1
         for each, slower in ((a, 3.0), (b, beside), (c, beside)):
             if each is a or answers >= 5:
                 each.speed.observe_prefill(0.2, 0.2 * slower, fleet.now)
-            fleet.recent.finished(ended(fleet.now, instance=each.name, tokens=20))
-    fleet.recent.points = [(*each[:5], 0.5) for each in fleet.recent.points]
+    assert ("slowed", "a") not in causes(fleet.look())
+    assert a.speed.slowed_since is None, "a look at the status notes nothing"
+    fleet.scheduler.on_sweep({}, fleet.now, lag_s=lag_s)
     assert ("slowed", "a") not in causes(fleet.look())  # it has only begun
     fleet.now += 1.0
     assert (("slowed", "a") in causes(fleet.look())) is named
     assert not {("slowed", "b"), ("slowed", "c")} & set(causes(fleet.look()))
     fleet.now += 60.0  # the others have not answered since
     a.speed.observe_prefill(0.2, 0.6, fleet.now)
+    fleet.scheduler.on_sweep({}, fleet.now, lag_s=lag_s)
     assert (("slowed", "a") in causes(fleet.look())) is named
     a.speed.age(fleet.now + 60.0)  # work comes back for want of news: that is none
     assert (("slowed", "a") in causes(fleet.look())) is named
-    for _ in range(3):
-        a.speed.observe_prefill(0.2, 0.2, fleet.now)
+    for _ in range(2):
+        fleet.scheduler.on_instance(SpeedTried("a", 16.0, 1e-3), fleet.now)
+        assert (("slowed", "a") in causes(fleet.look())) is named
+    fleet.scheduler.on_instance(SpeedTried("a", 16.0, 1e-3), fleet.now)  # answers of clients would do as well
     assert ("slowed", "a") not in causes(fleet.look())
 
 

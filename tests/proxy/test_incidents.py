@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -29,12 +30,15 @@ _status("401", b"401 Unauthorized")
 
 @mode("steady")
 async def _steady(visit: Visit) -> None:
-    """Stream tokens at the engine's pace; usage is left to be counted."""
+    """Stream tokens at the engine's pace; usage is left to be counted. Hetlb's own requests say how many."""
     engine = visit.engine
+    length = json.loads(visit.body)["max_tokens"] if b"ignore_eos" in visit.body else engine.length
     await visit.send(SSE_HEAD)
-    while visit.tokens < engine.length and not visit.left.is_set():
+    while visit.tokens < length and not visit.left.is_set():
         await visit.send(chunk(visit.token()))
         await asyncio.sleep(engine.pace_s)
+    if length is not engine.length:
+        await visit.send(chunk(b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n' % length))
     await visit.send(chunk(DONE) + LAST)
 
 

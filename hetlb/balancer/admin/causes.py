@@ -19,10 +19,6 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 #: Least ratio of measured to profiled time of a slow instance, by its engine's own count of tokens: a less
 #: certain measure than its answers.
 PACE_FACTOR: Final = 2.5
-#: Least ratio of an instance's time to its usual one, and to the best other's change, of a slowed one.
-SLOWED_FACTOR: Final = 2.0
-#: Least lag of this process that makes answers look slower, in seconds.
-LEAST_LAG_S: Final = 0.02
 #: Seconds of ended answers in which failures count.
 FAILING_S: Final = 10.0
 #: Age of an instance's report, in seconds, beyond which it is stale (an idle engine is asked each 15 s at

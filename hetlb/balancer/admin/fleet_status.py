@@ -11,9 +11,7 @@ from typing import Any, Final
 from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.balancer.admin.causes import (
     FAILING_S,
-    LEAST_LAG_S,
     ORDER,
-    SLOWED_FACTOR,
     WRONG_S,
     State,
     StateCause,
@@ -249,15 +247,6 @@ def _causes_of(
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     last = recent.last(FAILING_S, now)
     failing = last.shares
-    own: dict[str, float] = {}
-    slow = any(
-        each.speed.lately >= SLOWED_FACTOR * each.speed.usual or each.speed.slowed_since is not None
-        for each in able
-    )
-    if recent.lag_s >= LEAST_LAG_S and (slow or any(each.speed.slow for each in instances)):
-        from hetlb.balancer.admin.rare_causes import own_shares
-
-        own = own_shares(recent, now)
     paces = {each.name: recent.pace(each.name) for each in instances}
     odd = [each for each in instances if may_have_one(each, failing.get(each.name), paces[each.name], now)]
     found: list[StateCause | None] = []
@@ -265,8 +254,7 @@ def _causes_of(
         from hetlb.balancer.admin.rare_causes import of_instance
 
         found = [
-            of_instance(each, failing.get(each.name), paces[each.name], now, own.get(each.name, 0.0))
-            for each in odd
+            of_instance(each, failing.get(each.name), paces[each.name], now, recent.lag_s) for each in odd
         ]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     if waiting:
@@ -276,10 +264,10 @@ def _causes_of(
         hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
         more = f"{lacking} servers like these" if lacking > 1 else "a server"
         found += [hog, of_wait(waiting, oldest_s, able, listed(held) if held else "", hog, more)]
-    if slow:
+    if any(each.speed.slowed_since is not None for each in able):
         from hetlb.balancer.admin.rare_causes import of_speeds
 
-        found += of_speeds(able, own, now)
+        found += of_speeds(able, now)
     if any(each.twin for each in instances):
         from hetlb.balancer.admin.rare_causes import of_processes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
@@ -11,7 +10,6 @@ from hetlb.balancer.admin.causes import (
     FRESH_S,
     LEAST_KV_TOKENS,
     PACE_FACTOR,
-    SLOWED_FACTOR,
     STALE_S,
     WRONG_S,
     StateCause,
@@ -41,16 +39,8 @@ FOREIGN_SHARE: Final = 0.25
 #: Least lost answers, more than elsewhere, of an instance that fails: a doubt about it may come later.
 _LEAST_LOST: Final = 1.5
 LOG: Final = "Look at its log."
-#: Newest answers, and the greatest age in seconds, that an instance's mean time is taken from.
-_NEWEST_POINTS: Final = 200
-_POINTS_S: Final = 10.0
-#: Answers of an instance that can be compared with another's.
-LEAST_COMPARED: Final = 5
-#: Greatest time in seconds between the newest answers of two instances that are compared.
-COMPARED_S: Final = 3.0
-#: Seconds for which it must be so, and the change of the newest answers of one that is slowed no more.
+#: Seconds for which a server must be slower than usual.
 SLOWED_S: Final = 1.0
-_WELL_CHANGE: Final = 1.4
 #: Windows of ended requests, in seconds: the first with `LEAST_ENDED` requests counts.
 _WINDOWS_S: Final = (4.0, 6.0, 10.0, 16.0, 30.0)
 LEAST_ENDED: Final = 10
@@ -92,18 +82,18 @@ LEAST_WAITING: Final = 8
 
 
 def of_instance(
-    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float = 0.0
+    each: Instance, share: InstanceShare | None, pace: float, now: float, lag_s: float = 0.0
 ) -> StateCause | None:
     """Return the cause of trouble at an instance that should take requests, None without any.
 
-    `pace`: see `balancer.telemetry.recent.EnginePace`; `own_share`: see `own_shares`.
+    `pace`: see `balancer.telemetry.recent.EnginePace`; `lag_s` is the lag of this process.
     """
     found = _of_state(each, now)
     if found is None and each.sleep.fault:
         return of_sleep(each)
     if each.admin is AdminState.READY and (each.asleep or each.sleep.reason):
         return None
-    return found or _of_answers(each, share, pace, now, own_share)
+    return found or _of_answers(each, share, pace, now, lag_s)
 
 
 def _of_state(each: Instance, now: float) -> StateCause | None:
@@ -156,7 +146,7 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
 
 
 def _of_answers(
-    each: Instance, share: InstanceShare | None, pace: float, now: float, own_share: float
+    each: Instance, share: InstanceShare | None, pace: float, now: float, lag_s: float
 ) -> StateCause | None:
     """Return the cause that an instance answers badly or slowly, or tells too little; None without any."""
     name, sample = each.name, each.sample
@@ -176,7 +166,7 @@ def _of_answers(
         return StateCause("foreign_load", name, sentence, advice)
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     speed = each.speed
-    slower = max(speed.factor, speed.newest) * (1.0 - own_share) if speed.seen and speed.slow else 1.0
+    slower = max(speed.factor, speed.newest) * (1.0 - speed.own_share(lag_s)) if speed.slow else 1.0
     if pace >= PACE_FACTOR and stale_s <= FRESH_S:
         slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:
@@ -196,51 +186,14 @@ def _of_answers(
     return None
 
 
-def own_shares(recent: Recent, now: float) -> dict[str, float]:
-    """Return by instance the share of its answers' time that may be this process's own lag, at most 1."""
-    took: dict[str, tuple[float, int]] = {}
-    for ended_at, instance, _, _, _, took_s in recent.points[-_NEWEST_POINTS:]:
-        if now - ended_at <= _POINTS_S:
-            seconds, count = took.get(instance, (0.0, 0))
-            took[instance] = seconds + took_s, count + 1
-    return {
-        name: min(1.0, recent.lag_s * count / seconds) for name, (seconds, count) in took.items() if seconds
-    }
-
-
-def of_speeds(among: Sequence[Instance], own_shares: Mapping[str, float], now: float) -> list[StateCause]:
-    """Return a cause for each instance that has become slower while another of its model has not.
-
-    The other one answered at that time: other traffic, or a machine without a free CPU, slows all of them.
-    Once work has moved away nothing is left to compare with: the cause lasts until an answer of its own is
-    fast again. This process's own lag (`own_shares`) is no time of an engine.
-    """
+def of_speeds(among: Sequence[Instance], now: float) -> list[StateCause]:
+    """Return a cause for each instance that has become slower while another of its model has not."""
     found: list[StateCause] = []
-    changes = [
-        (each, each.speed.shown / each.speed.usual) for each in among if each.speed.answers >= LEAST_COMPARED
-    ]
-    for each, _ in changes:
+    for each in among:
         speed = each.speed
-        change = speed.lately / speed.usual
-        newest = speed.newest / speed.usual * (1.0 - own_shares.get(each.name, 0.0))
-        sure = change * (1.0 - own_shares.get(each.name, 0.0))
-        if newest < _WELL_CHANGE:
-            speed.slowed_since = None
-        elif sure >= SLOWED_FACTOR and speed.settled:
-            best = min(
-                [
-                    other
-                    for peer, other in changes
-                    if peer is not each and abs(peer.speed.seen_at - speed.seen_at) <= COMPARED_S
-                ],
-                default=math.inf,
-            )
-            if sure >= SLOWED_FACTOR * best:
-                speed.slowed_since = now if speed.slowed_since is None else speed.slowed_since
-            elif best < math.inf:
-                speed.slowed_since = None
         if speed.slowed_since is not None and now - speed.slowed_since >= SLOWED_S:
-            sentence = f"{each.name} is {max(change, newest):.1f} times as slow as usual"
+            slower = max(speed.lately, speed.newest) / speed.usual
+            sentence = f"{each.name} is {slower:.1f} times as slow as usual"
             advice = f"Look at the GPU of {each.name}, and at what else uses it."
             found.append(StateCause("slowed", each.name, sentence, advice))
     return found

@@ -14,7 +14,7 @@ from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.speed import averaged
+from hetlb.balancer.core.speed import SLOWED_FACTOR, averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 if TYPE_CHECKING:
@@ -272,8 +272,11 @@ class FleetState:
         """Return the instances that answer to a name of an instance, itself among them."""
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
-    def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
-        """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
+    def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool, lag_s: float) -> bool:
+        """Look at every instance: does it work, is it in doubt? True if an answer to that changed.
+
+        `lag_s`: lag of this process, which makes answers look slower.
+        """
         changed = False
         if self.losses is not None:
             self.losses.age(now)
@@ -287,6 +290,9 @@ class FleetState:
                 instance.speed.changed = False
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
+            if instance.speed.lately >= SLOWED_FACTOR * instance.speed.usual:
+                able = [each for each in self.peers(instance) if each.evidence.health.state is Health.UP]
+                instance.speed.compare([each.speed for each in able if each.routable], lag_s, now)
             if evidence.answers.excess > 0.0:
                 changed = self.account().judge(instance, now) or changed
         if changed:

@@ -276,6 +276,16 @@ def learn_speed(instance: Instance, lease: Lease, now: float) -> bool:
     return changed
 
 
+def learn_alone(instance: Instance, steps: float, seconds: float, now: float) -> bool:
+    """Correct the speed by decode steps of one sequence alone. True if that changed the latency model."""
+    instance.elapsed(now)
+    speed = instance.speed
+    changed = speed.answered(instance.nominal, speed.mark(), seconds, steps, now, instance.token_budget)
+    if changed:
+        instance.take_speed()
+    return changed
+
+
 # --- slots ---
 
 

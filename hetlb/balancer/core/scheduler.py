@@ -44,6 +44,7 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
     SleepSet,
+    SpeedTried,
 )
 
 if TYPE_CHECKING:
@@ -363,11 +364,13 @@ class Scheduler:
         by_counters: bool = False,
         features: Sequence[tuple[int, Sequence[str]]] = (),
         still: Sequence[int] = (),
+        lag_s: float = 0.0,
     ) -> list[Command]:
         """Look for stalls, each half second; `tokens_at` has the time of each instance's newest token.
 
         `by_counters`: answers may be invisible, so silence counts only if an engine's counters do not move.
-        `features` are by lease of `failover.unread`; `still` are leases of `missing.still`.
+        `features` are by lease of `failover.unread`; `still` are leases of `missing.still`; `lag_s` is this
+        process's lag.
         """
         for lease_id, found in features:
             self.ledger.leased[lease_id].leases[lease_id].request.features = tuple(found)
@@ -375,7 +378,7 @@ class Scheduler:
             from hetlb.balancer.core.evidence import missing
 
             missing.count(self.fleet, still, now)
-        if self.fleet.watch(tokens_at, now, by_counters):
+        if self.fleet.watch(tokens_at, now, by_counters, lag_s):
             return self.backlog.flush(now)
         return []
 
@@ -477,6 +480,9 @@ class Scheduler:
             if not change.reason:
                 instance.asleep = False
                 fleet.emptied(instance)
+        elif isinstance(change, SpeedTried):
+            if learning.learn_alone(instance, change.steps, change.seconds, now):
+                fleet.share_speed(instance.spec.model, instance.profiled)
         elif isinstance(change, InstanceUpdated):
             learning.take_spec(instance, change.spec, now)
             self._look_for_links((change.spec,))

@@ -552,6 +552,15 @@ class SleepSet(PickleByFields):
     fault: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SpeedTried(PickleByFields):
+    """An instance, idle otherwise, took `seconds` for decode steps of a request of hetlb's own."""
+
+    name: str
+    steps: float
+    seconds: float
+
+
 InstanceChange: TypeAlias = (
     InstanceAdded
     | InstanceRemoved
@@ -561,6 +570,7 @@ InstanceChange: TypeAlias = (
     | ModelsLearned
     | ModelsPromised
     | SleepSet
+    | SpeedTried
     | Probed
 )
 

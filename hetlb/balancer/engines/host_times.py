@@ -1,7 +1,8 @@
-"""Host times of instances with profiles that assume one: measured unasked, while an instance is idle.
+"""Measurements of idle instances by lone requests of hetlb's own.
 
-A few lone requests to the engine measure them (`host_probe.py`). A client's request that comes meanwhile ends
-them; the next idle moment is another try.
+A few measure the host time of an instance with a profile that assumes one (`host_probe.py`). One at a time
+shows if an instance is still slow: its work has gone to others, and no client is to wait for that answer. A
+client's request that comes meanwhile ends them; the next idle moment is another try.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from hetlb.balancer.config.profile_writer import write_host
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated
+from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated, SpeedTried
 from hetlb.balancer.engines.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
 from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
 from hetlb.balancer.http.sse import SseWatcher
@@ -28,11 +29,21 @@ from hetlb.errors import reason_of
 from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.scrape")
+T = TypeVar("T")
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS: Final = range(1000, 2000)
 #: Tries of an instance, each ended by a client's request.
 _TRIES: Final = 5
+#: Output tokens of a request that shows a speed, and the seconds that it may take. More of its time must have
+#: passed in decoding than this share.
+_TRIAL_TOKENS: Final = 17
+_MOST_TRIAL_S: Final = 20.0
+_DECODING_SHARE: Final = 0.2
+#: Most seconds from a trial to the next: the pause doubles while answers are slow.
+_MOST_PAUSE_S: Final = 4.0
+#: Seconds until an instance is tried again that does not answer such requests.
+_REFUSED_S: Final = 60.0
 #: Seconds between two looks whether a client has sent a request meanwhile.
 _LOOK_S: Final = 0.05
 
@@ -50,13 +61,45 @@ class HostTimes:
         #: Tries by instance and profile; an instance that is measured now has all of them.
         self._tries: dict[tuple[str, str, int], int] = {}
         self._running: set[str] = set()
+        #: Time of the next trial of a slow instance, by incarnation, and the pause after it.
+        self._trials: dict[int, tuple[float, float]] = {}
 
     def wanted(self, instance: Instance) -> bool:
-        """Return True if an instance is free for a measurement, and not too many of it were in vain."""
+        """Return True if its host time is wanted, and not too many measurements of it were in vain."""
+        assumed = instance.spec.host_assumed_in and instance.sample is not None
+        return bool(assumed) and self._free(instance) and self._tries.get(_key(instance), 0) < _TRIES
+
+    def may_try(self, instance: Instance) -> bool:
+        """Return True if a trial of a slow instance is due."""
+        due_at, _ = self._trials.get(instance.incarnation, (0.0, 0.0))
+        return self._free(instance) and asyncio.get_running_loop().time() >= due_at
+
+    def _free(self, instance: Instance) -> bool:
+        """Return True if an instance is free for a measurement."""
         free = not instance.in_flight and not instance.asleep and instance.spec.kv_transfer is None
         up = instance.admin is AdminState.READY and instance.evidence.health.state is Health.UP
-        known = instance.name in self._watch.models and instance.name not in self._running
-        return free and up and known and self._tries.get(_key(instance), 0) < _TRIES
+        return free and up and instance.name in self._watch.models and instance.name not in self._running
+
+    async def try_speed(self, instance: Instance) -> None:
+        """Tell the scheduler how long a lone request takes at a slow instance."""
+        now, key = asyncio.get_running_loop().time, instance.incarnation
+        _, pause_s = self._trials.get(key, (0.0, 0.0))
+        again_s = _REFUSED_S
+        self._running.add(instance.name)
+        try:
+            asked = self._complete(instance, _prompt(), _TRIAL_TOKENS, _MOST_TRIAL_S)
+            _, step_s, took_s = await self._while_free(instance, asked)
+            again_s = 0.0
+            if step_s is not None and (seconds := step_s * (_TRIAL_TOKENS - 1)) >= _DECODING_SHARE * took_s:
+                self._watch.learned(SpeedTried(instance.name, _TRIAL_TOKENS - 1.0, seconds))
+        except (_DisturbedError, TimeoutError):
+            again_s = 0.0
+        except (UnansweredError, ValueError):
+            pass  # its clients' requests alone show its speed
+        finally:
+            self._running.discard(instance.name)
+        pause_s = 0.0 if instance.speed.recovers else min(_MOST_PAUSE_S, 2.0 * max(pause_s, _LOOK_S))
+        self._trials[key] = now() + max(again_s, pause_s), pause_s
 
     async def measure(self, instance: Instance) -> None:
         """Measure the host time of an instance, write it into its profile where allowed, and log it."""
@@ -89,7 +132,7 @@ class HostTimes:
             name, 1e3 * step_s, 1e3 * found.request_s, told, instance=name,
         )  # fmt: skip
 
-    async def _while_free(self, instance: Instance, work: Coroutine[Any, Any, LatencyModel]) -> LatencyModel:
+    async def _while_free(self, instance: Instance, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, cancelled if a request of a client comes. Raises `_DisturbedError`."""
         task = asyncio.create_task(work)
         try:
@@ -102,16 +145,16 @@ class HostTimes:
 
     async def _probe(self, instance: Instance, latency: LatencyModel) -> LatencyModel:
         """Return the latency model corrected by lone requests. Raises `_DisturbedError`, or the failure."""
-        probe, rng = HostProbe(latency, instance.capacity.max_model_len), random.Random()
+        probe = HostProbe(latency, instance.capacity.max_model_len)
         while tokens := probe.next_tokens():
-            probe.answered(*await self._complete(instance, rng.choices(_TOKEN_IDS, k=PROMPT_TOKENS), tokens))
+            probe.answered(*await self._complete(instance, _prompt(), tokens, 6.0 * BUDGET_S))
         sample = await self._watch.read_metrics(instance.name)
         if sample is None or sample.running or sample.waiting:
             raise _DisturbedError
         return probe.found()
 
     async def _complete(
-        self, instance: Instance, prompt: Sequence[int], tokens: int
+        self, instance: Instance, prompt: Sequence[int], tokens: int, most_s: float
     ) -> tuple[float, float | None, float]:
         """Return seconds to the first token of an answer, of a step, and in all."""
         models = self._watch.models.get(instance.name)
@@ -136,12 +179,17 @@ class HostTimes:
             stream.feed(piece)
 
         line, sent = b"POST /v1/completions", msgspec.json.encode(body)
-        status, _ = await self._watch.ask(instance.name, line, sent, most_s=6.0 * BUDGET_S, feed=feed)
+        status, _ = await self._watch.ask(instance.name, line, sent, most_s=most_s, feed=feed)
         if status != 200:
             raise ValueError(f"/v1/completions answers {status}")
         if stream.completion_tokens != tokens:
             raise ValueError(f"expected {tokens} tokens (ignore_eos), got {stream.completion_tokens}")
         return first - began, (last - first) / (tokens - 1) if tokens > 1 else None, last - began
+
+
+def _prompt() -> list[int]:
+    """Return a prompt that no cache has."""
+    return random.choices(_TOKEN_IDS, k=PROMPT_TOKENS)
 
 
 def _key(instance: Instance) -> tuple[str, str, int]:

@@ -159,6 +159,7 @@ class Rounds:
             or instance.evidence.health.state is not Health.UP
             or instance.evidence.wary(now)
             or instance.unhealthy
+            or instance.speed.in_doubt
             or instance.name in self._refusing
         ):
             return True

@@ -169,8 +169,8 @@ class EngineWatch:
         #: Paths of their metrics, "" for none.
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
-        #: Called with the name of an instance if its metrics say that nothing runs or waits.
-        self.on_idle: Callable[[str], None] = lambda name: None
+        #: Called with an instance that is up if nothing runs or waits there, as far as is known.
+        self.on_idle: Callable[[Instance], None] = lambda instance: None
 
     async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
@@ -227,14 +227,14 @@ class EngineWatch:
     def reconnected(self, name: str, body: bytes) -> None:
         """Note that an engine that closed connections was asked again: `body` is its `/v1/models`."""
         if lists_nothing(body):
-            self._learned(Probed(name, ProbeResult.LOADING, _NO_MODEL))
+            self.learned(Probed(name, ProbeResult.LOADING, _NO_MODEL))
             return
         entries = read_model_list(body)
         listed = models_learned(name, entries)
         instance = self._scheduler.fleet.instances.get(name)
         if entries and instance is not None and instance.served != listed.models:
             self.models[name] = entries
-            self._learned(listed)
+            self.learned(listed)
 
     def doubt(self, name: str) -> None:
         """Look soon what an engine has, which says that it has not what it was asked for."""
@@ -283,7 +283,8 @@ class EngineWatch:
                     union[entry["id"]] = entry
         return list(union.values())
 
-    def _learned(self, change: InstanceChange) -> None:
+    def learned(self, change: InstanceChange) -> None:
+        """Pass a finding on to the scheduler."""
         if not isinstance(change, ModelsLearned):
             self._scheduling.change(change)
             return
@@ -343,11 +344,15 @@ class EngineWatch:
             elif instance is not None and why == _NO_LIST:
                 instance.unhealthy, seen.models_at = why, -math.inf
         if result is not None and not ((answers or read) and result is ProbeResult.OK):
-            self._learned(Probed(name, result, detail))
+            self.learned(Probed(name, result, detail))
         if result is not ProbeResult.OK:
             seen.models_at = seen.metrics_after = -math.inf  # another process may come back
         elif not read:
             await self._measure(name, seen, now)
+        if result is ProbeResult.OK and instance is not None and not instance.in_flight:
+            sample = instance.sample
+            if sample is None or not (sample.running or sample.waiting):
+                self.on_idle(instance)
         self._first_looks[name].set()
         if not self._rounds.looked(seen, instance, now) and name in self._pools:
             self._pools[name][0].sweep(math.inf)  # the engine would close them before the next look
@@ -393,8 +398,6 @@ class EngineWatch:
                 await self._read_models(name, seen, self._scheduler.fleet.instances.get(name))
             seen.began = sample.began
         self._scheduling.sample(name, sample)
-        if sample.running == 0 and not sample.waiting:
-            self.on_idle(name)
         if sample.invalid:
             self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
         if sample.missing and not seen.told_missing:
@@ -581,9 +584,9 @@ class EngineWatch:
             await self._read_version(name)
         seen.models_at = self._now()
         self.models[name] = entries
-        self._learned(models_learned(name, entries))
+        self.learned(models_learned(name, entries))
         if (longest := longest_context(entries)) is not None:
-            self._learned(CapacityLearned(name, Capacity(max_model_len=longest)))
+            self.learned(CapacityLearned(name, Capacity(max_model_len=longest)))
         return ProbeResult.OK, ""
 
     async def _read_version(self, name: str) -> None:
@@ -593,7 +596,7 @@ class EngineWatch:
                 if status == 200 and (text := read_version(body)):
                     self.versions[name] = text
                     if path == "/version" and reads_rank(text):
-                        self._learned(CapacityLearned(name, Capacity(rank_header=True)))
+                        self.learned(CapacityLearned(name, Capacity(rank_header=True)))
                     return
 
     def _tell_once(self, name: str, text: str) -> None:

@@ -61,6 +61,7 @@ from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.fleet_tables import KvEventsTable
+    from hetlb.balancer.core.instance import Instance
     from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.shared_fleet import SharedFleet, SleepWatch
     from hetlb.balancer.fleet.source import Source, Sources
@@ -190,7 +191,7 @@ class FleetService(ABC):
         scheduling.take_out = self.roster.change
         scheduling.change(ModelsPromised(fleet.promised_models, fleet.aliases))
         self._host_times: HostTimes | None = None
-        self.watch.on_idle = self._measure_host_time
+        self.watch.on_idle = self._measure
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
@@ -226,10 +227,15 @@ class FleetService(ABC):
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
-    def _measure_host_time(self, name: str) -> None:
-        """Measure the host time of an idle instance if its profile assumes one."""
-        instance = self.scheduler.fleet.instances.get(name)
-        if instance is None or not instance.spec.host_assumed_in:
+    def _measure(self, instance: Instance) -> None:
+        """Measure an idle instance: its host time if its profile assumes one, its speed if it is slow.
+
+        The latter matters while other instances have its work.
+        """
+        in_doubt = instance.speed.in_doubt and any(
+            each.in_flight for each in self.scheduler.fleet.peers(instance)
+        )
+        if not instance.spec.host_assumed_in and not in_doubt:
             return
         if self._host_times is None:
             from hetlb.balancer.engines.host_times import HostTimes
@@ -237,6 +243,8 @@ class FleetService(ABC):
             self._host_times = HostTimes(self.watch, self.roster.change)
         if self._host_times.wanted(instance):
             self.do(self._host_times.measure(instance))
+        elif in_doubt and self._host_times.may_try(instance):
+            self.do(self._host_times.try_speed(instance))
 
     def _discovery_sources(self) -> Sequence[Source]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""

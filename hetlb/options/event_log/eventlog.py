@@ -147,10 +147,13 @@ class RecordingScheduler(Scheduler):
         by_counters: bool = False,
         features: Sequence[tuple[int, Sequence[str]]] = (),
         still: Sequence[int] = (),
+        lag_s: float = 0.0,
     ) -> list[Command]:
-        commands = super().on_sweep(tokens_at, now, by_counters=by_counters, features=features, still=still)
+        commands = super().on_sweep(
+            tokens_at, now, by_counters=by_counters, features=features, still=still, lag_s=lag_s
+        )
         told = {"tokens_at": dict(tokens_at), "by_counters": by_counters, "features": features}
-        told |= {"still": list(still)} if still else {}
+        told |= ({"still": list(still)} if still else {}) | ({"lag_s": lag_s} if lag_s else {})
         return self._record("sweep", now, commands, **told)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
