@@ -128,3 +128,24 @@ async def test_what_is_known_is_not_measured(tmp_path: Path) -> None:
         await turns_until(lambda: engine.probes > 5)
         assert engine.asked == []
         assert (await host_of(running))["source"] == "measured"
+
+
+async def test_a_slow_server_is_asked_if_it_still_is_while_others_have_its_work(tmp_path: Path) -> None:
+    known = {**REAL, "assumed": []}
+    async with EmulatedEngine(msgspec.convert(REAL, Profile)) as slow, Engine() as other:
+        other.hold()
+        async with serving(tmp_path, fleet_of(tmp_path, slow, other, profile=known)) as running:
+            state, instance = "/v1/fleet/instances/i0/state", running.instance("i0")
+            instance.speed.slow = True
+            probes = other.probes
+            await turns_until(lambda: other.probes > probes + 5)
+            assert not instance.speed.answers, "no client waits for what it would show"
+            await running.admin("PUT", state, {"state": "drain"})
+            asking = asyncio.create_task(running.ask())
+            await other.asked_for(1)
+            await running.admin("PUT", state, {"state": "ready"})
+            await turns_until(lambda: not instance.speed.in_doubt)  # after three good answers
+            other.released.set()
+            assert (await asking).status == 200
+            assert instance.speed.answers == 3
+            assert len(other.asked) == 1
