@@ -17,6 +17,7 @@ from hetlb.balancer.admin.causes import (
 )
 from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.evidence.kinds import KindKey, RefusedKind
+from hetlb.balancer.core.evidence.slowness import own_share
 from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.speed import SLOW_FACTOR
@@ -166,7 +167,7 @@ def _of_answers(
         return StateCause("foreign_load", name, sentence, advice)
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     speed = each.speed
-    slower = max(speed.factor, speed.newest) * (1.0 - speed.own_share(lag_s)) if speed.slow else 1.0
+    slower = max(speed.factor, speed.newest) * (1.0 - own_share(speed, lag_s)) if speed.slow else 1.0
     if pace >= PACE_FACTOR and stale_s <= FRESH_S:
         slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:

@@ -273,10 +273,7 @@ class FleetState:
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool, lag_s: float) -> bool:
-        """Look at every instance: does it work, is it in doubt? True if an answer to that changed.
-
-        `lag_s`: lag of this process, which makes answers look slower.
-        """
+        """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
         changed = False
         if self.losses is not None:
             self.losses.age(now)
@@ -291,8 +288,9 @@ class FleetState:
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
             if instance.speed.lately >= SLOWED_FACTOR * instance.speed.usual:
-                able = [each for each in self.peers(instance) if each.evidence.health.state is Health.UP]
-                instance.speed.compare([each.speed for each in able if each.routable], lag_s, now)
+                from hetlb.balancer.core.evidence.slowness import compare
+
+                compare(instance, self.peers(instance), lag_s, now)
             if evidence.answers.excess > 0.0:
                 changed = self.account().judge(instance, now) or changed
         if changed:

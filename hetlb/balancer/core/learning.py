@@ -271,16 +271,10 @@ def learn_speed(instance: Instance, lease: Lease, now: float) -> bool:
     seen_s = now - began_at - (speed.stood_s - mark.stood_s)
     changed = speed.answered(instance.nominal, mark, seen_s, steps, now, instance.token_budget)
     lease.expected_s, lease.seen_s, lease.mixed = speed.last_expected_s, seen_s, speed.last_mixed
-    if changed:
-        instance.take_speed()
-    return changed
+    if speed.in_doubt:
+        from hetlb.balancer.core.evidence.slowness import answered
 
-
-def learn_alone(instance: Instance, steps: float, seconds: float, now: float) -> bool:
-    """Correct the speed by decode steps of one sequence alone. True if that changed the latency model."""
-    instance.elapsed(now)
-    speed = instance.speed
-    changed = speed.answered(instance.nominal, speed.mark(), seconds, steps, now, instance.token_budget)
+        changed = answered(speed, seen_s / speed.last_expected_s, now) or changed
     if changed:
         instance.take_speed()
     return changed

@@ -481,7 +481,9 @@ class Scheduler:
                 instance.asleep = False
                 fleet.emptied(instance)
         elif isinstance(change, SpeedTried):
-            if learning.learn_alone(instance, change.steps, change.seconds, now):
+            from hetlb.balancer.core.evidence.slowness import learn_alone
+
+            if learn_alone(instance, change.steps, change.seconds, now):
                 fleet.share_speed(instance.spec.model, instance.profiled)
         elif isinstance(change, InstanceUpdated):
             learning.take_spec(instance, change.spec, now)

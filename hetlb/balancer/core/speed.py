@@ -46,20 +46,10 @@ _USUAL_ANSWERS: Final = 10
 _USUAL_S: Final = 3600.0
 #: Answers in a row that are clearly slower, enough to say so.
 _SLOW_ANSWERS: Final = 3
-#: Factor over a profile of a slow server, and of the newest answers of one that is slow no more.
+#: Factor over a profile of a slow server.
 SLOW_FACTOR: Final = 1.5
-_WELL_FACTOR: Final = 1.3
-#: Least ratio of its time to its usual one, and to the best other's change, of a server that is slower than
-#: usual, and the ratio of the newest answers of one that is so no more.
+#: Factor over its usual one from which a server is compared with others.
 SLOWED_FACTOR: Final = 2.0
-_WELL_CHANGE: Final = 1.4
-#: Good answers in a row that end that it is slow, doubled if it was so in the seconds before, and the most.
-_GOOD_ANSWERS: Final = 3
-_RELAPSE_S: Final = 60.0
-_MOST_GOOD_ANSWERS: Final = 24
-#: Answers of a server that can be compared with another's, and the most seconds between their newest ones.
-_LEAST_COMPARED: Final = 5
-_COMPARED_S: Final = 3.0
 #: Least relative change of a new factor that takes the place of the one in force.
 _CHANGE_SHARE: Final = 0.05
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
@@ -141,15 +131,14 @@ class SpeedTracker:
         self._run_observed_s = self._run_expected_s = 0.0
         self._run = 0
         self._aged_at = now
-        #: Factor, and seconds, of about the last three answers, each with the same weight; the factor does
-        #: not age, and is 0 before the first answer.
-        self._newest = self._newest_s = 0.0
+        #: Factor, and seconds, of about the last three answers; 0 before the first.
+        self._newest = self.newest_s = 0.0
         #: True from a factor of `SLOW_FACTOR` until newer answers are well; a factor that ages is no answer.
         self.slow = False
         #: Time since which it is slower than usual while others are not, None if it is not.
         self.slowed_since: float | None = None
-        #: Good answers in a row, as many as end that it is slow, and the time of the last end.
-        self._well, self._enough, self._well_at = 0, _GOOD_ANSWERS, -math.inf
+        #: Good answers in a row since then, how many end that, and the time of the last end.
+        self.well, self.enough, self.well_at = 0, 0, -math.inf
         #: True if `age` changed the factor.
         self.changed = False
 
@@ -178,39 +167,12 @@ class SpeedTracker:
         """True if it is slow: its work goes elsewhere, and few answers show if it is so still."""
         return self.slow or self.slowed_since is not None
 
-    @property
-    def recovers(self) -> bool:
-        """True if its newest answer speaks against the doubt."""
-        return self._well > 0
-
-    def own_share(self, lag_s: float) -> float:
-        """Return the share of its answers' time that may be this process's own lag, 0 to 1."""
-        return min(1.0, lag_s / self._newest_s) if self._newest_s > 0.0 else 0.0
-
-    def slower(self, lag_s: float) -> float:
-        """Return how many times as slow as usual it is by the last answers, less this process's own lag."""
-        return self.lately / self.usual * (1.0 - self.own_share(lag_s))
-
-    def compare(self, others: Sequence[SpeedTracker], lag_s: float, now: float) -> None:
-        """Note if it has become slower while another server of its model has not.
-
-        The other one answered at that time: other traffic, or a machine without a free CPU, slows all.
-        Once work has moved away nothing is left to compare with: it is slow until its own answers are fast.
-        """
-        slower = self.slower(lag_s)
-        if slower < SLOWED_FACTOR or not self.settled:
-            return
-        best = math.inf
-        for each in others:
-            answered = each.answers >= _LEAST_COMPARED and abs(each.seen_at - self.seen_at) <= _COMPARED_S
-            if answered and each is not self:
-                best = min(best, each.shown / each.usual)
-        if slower >= SLOWED_FACTOR * best:
-            if self.slowed_since is None:
-                self.slowed_since = now
-                self._relapsed(now)
-        elif best < math.inf:
-            self.slowed_since = None
+    def renew(self, now: float) -> bool:
+        """Let the last answers in a row that are clearly faster be its speed. True if the factor changed."""
+        if self._run >= 0:
+            return False
+        self._observed_s, self._expected_s = self._run_observed_s, self._run_expected_s
+        return self._observe(0.0, 0.0, now)
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
         """Add `running` sequences that decode, with `tokens` in the KV cache, until now; call it first."""
@@ -332,9 +294,8 @@ class SpeedTracker:
         if seconds > 0.0 and expected_s > 0.0:
             newest = seconds / expected_s
             self._newest = math.sqrt(self._newest * newest) if self._newest > 0.0 else newest
-            self._newest_s = 0.5 * (self._newest_s + seconds) if self._newest_s > 0.0 else seconds
-        changed = self._observed_s > 0.0 and self._changed(expected_s, seconds)
-        if changed or (self.in_doubt and self._recovers(expected_s, seconds, now)):
+            self.newest_s = 0.5 * (self.newest_s + seconds) if self.newest_s > 0.0 else seconds
+        if self._observed_s > 0.0 and self._changed(expected_s, seconds):
             keep, self._observed_s, self._expected_s = 1.0, self._run_observed_s, self._run_expected_s
             expected_s = seconds = 0.0
             self._run = 0
@@ -350,9 +311,8 @@ class SpeedTracker:
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
         self._remember(ratio, since)
-        if self._profiled and not self.slow and (ratio >= SLOW_FACTOR or self.lately >= SLOW_FACTOR):
+        if self._profiled and (ratio >= SLOW_FACTOR or self.lately >= SLOW_FACTOR):
             self.slow = True
-            self._relapsed(now)
         if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE_SHARE and ratio != 1.0):
             return False
         self.factor = self.shown = ratio
@@ -370,23 +330,6 @@ class SpeedTracker:
             self._run_observed_s += seconds
             self._run_expected_s += expected_s
         return abs(self._run) >= _CLEAR_ANSWERS
-
-    def _relapsed(self, now: float) -> None:
-        """Note that it has become slow: soon after the last time it takes more good answers to end that."""
-        twice = min(_MOST_GOOD_ANSWERS, 2 * self._enough)
-        self._enough = twice if now - self._well_at < _RELAPSE_S else _GOOD_ANSWERS
-        self._well = 0
-
-    def _recovers(self, expected_s: float, seconds: float, now: float) -> bool:
-        """Count a good answer of a slow server. Return True if these answers alone are its speed."""
-        most = _WELL_FACTOR if self.slow else math.inf
-        if self.slowed_since is not None:
-            most = min(most, _WELL_CHANGE * self.usual)
-        self._well = self._well + 1 if seconds < most * expected_s else 0
-        if self._well < self._enough or self._newest >= most:
-            return False
-        self.slow, self.slowed_since, self._well_at = False, None, now
-        return self._run < 0
 
     def _remember(self, factor: float, since: float) -> None:
         """Let the factor over a long time follow one that was shown `since` seconds after the last."""

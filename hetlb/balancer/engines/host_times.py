@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from hetlb.balancer.config.profile_writer import write_host
+from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated, SpeedTried
@@ -55,8 +56,11 @@ class _DisturbedError(Exception):
 class HostTimes:
     """Measurements of host times; `change` puts them in force."""
 
-    def __init__(self, watch: EngineWatch, change: Callable[[InstanceChange], None]) -> None:
+    def __init__(
+        self, watch: EngineWatch, change: Callable[[InstanceChange], None], fleet: FleetState
+    ) -> None:
         self._watch = watch
+        self._fleet = fleet
         self._change = change
         #: Tries by instance and profile; an instance that is measured now has all of them.
         self._tries: dict[tuple[str, str, int], int] = {}
@@ -64,15 +68,19 @@ class HostTimes:
         #: Time of the next trial of a slow instance, by incarnation, and the pause after it.
         self._trials: dict[int, tuple[float, float]] = {}
 
-    def wanted(self, instance: Instance) -> bool:
-        """Return True if its host time is wanted, and not too many measurements of it were in vain."""
-        assumed = instance.spec.host_assumed_in and instance.sample is not None
-        return bool(assumed) and self._free(instance) and self._tries.get(_key(instance), 0) < _TRIES
+    def due(self, instance: Instance) -> Coroutine[Any, Any, None] | None:
+        """Return a measurement of an instance that is due, None for none.
 
-    def may_try(self, instance: Instance) -> bool:
-        """Return True if a trial of a slow instance is due."""
+        The speed of a slow instance matters while others have its work.
+        """
+        if not self._free(instance):
+            return None
+        assumed = instance.spec.host_assumed_in and instance.sample is not None
+        if assumed and self._tries.get(_key(instance), 0) < _TRIES:
+            return self._measure(instance)
+        slow = instance.speed.in_doubt and any(each.in_flight for each in self._fleet.peers(instance))
         due_at, _ = self._trials.get(instance.incarnation, (0.0, 0.0))
-        return self._free(instance) and asyncio.get_running_loop().time() >= due_at
+        return self._try(instance) if slow and asyncio.get_running_loop().time() >= due_at else None
 
     def _free(self, instance: Instance) -> bool:
         """Return True if an instance is free for a measurement."""
@@ -80,7 +88,7 @@ class HostTimes:
         up = instance.admin is AdminState.READY and instance.evidence.health.state is Health.UP
         return free and up and instance.name in self._watch.models and instance.name not in self._running
 
-    async def try_speed(self, instance: Instance) -> None:
+    async def _try(self, instance: Instance) -> None:
         """Tell the scheduler how long a lone request takes at a slow instance."""
         now, key = asyncio.get_running_loop().time, instance.incarnation
         _, pause_s = self._trials.get(key, (0.0, 0.0))
@@ -98,10 +106,10 @@ class HostTimes:
             pass  # its clients' requests alone show its speed
         finally:
             self._running.discard(instance.name)
-        pause_s = 0.0 if instance.speed.recovers else min(_MOST_PAUSE_S, 2.0 * max(pause_s, _LOOK_S))
+        pause_s = 0.0 if instance.speed.well else min(_MOST_PAUSE_S, 2.0 * max(pause_s, _LOOK_S))
         self._trials[key] = now() + max(again_s, pause_s), pause_s
 
-    async def measure(self, instance: Instance) -> None:
+    async def _measure(self, instance: Instance) -> None:
         """Measure the host time of an instance, write it into its profile where allowed, and log it."""
         name, spec, key = instance.name, instance.spec, _key(instance)
         if spec.latency is None or spec.gpu_alone:

@@ -27,8 +27,6 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: Seconds after a pause of this process without conclusions from silence.
 _OWN_STALL_S: Final = 1.0
-#: Least lag of this process that makes answers look slower, in seconds.
-_LEAST_LAG_S: Final = 0.02
 #: Seconds until requests that found the budget of retries used up are looked at again.
 _NEXT_MOVES_S: Final = 0.05
 
@@ -67,12 +65,10 @@ class Relocations:
                 from hetlb.balancer.core.evidence import missing
 
                 still = missing.still(scheduler.instances, driver.token_at, now)
-            tokens_at, by_counters = driver.tokens_at(), self._by_counters
-            lag_s = driver.counted.recent.lag_s
+            tokens_at, lag_s = driver.tokens_at(), round(driver.counted.recent.lag_s, 2)
             commands = scheduler.on_sweep(
-                tokens_at, now, by_counters=by_counters, features=unread, still=still,
-                lag_s=lag_s if lag_s >= _LEAST_LAG_S else 0.0,
-            )  # fmt: skip
+                tokens_at, now, by_counters=self._by_counters, features=unread, still=still, lag_s=lag_s
+            )
             self._carry_out(commands)
         self._tell_stalls(now)
         if self._mover is None:

@@ -228,23 +228,14 @@ class FleetService(ABC):
         await self.watch.start(self.fleet.profiles, most_s)
 
     def _measure(self, instance: Instance) -> None:
-        """Measure an idle instance: its host time if its profile assumes one, its speed if it is slow.
+        """Measure an idle instance: its host time if its profile assumes one, its speed if it is slow."""
+        if instance.spec.host_assumed_in or instance.speed.in_doubt:
+            if self._host_times is None:
+                from hetlb.balancer.engines.host_times import HostTimes
 
-        The latter matters while other instances have its work.
-        """
-        in_doubt = instance.speed.in_doubt and any(
-            each.in_flight for each in self.scheduler.fleet.peers(instance)
-        )
-        if not instance.spec.host_assumed_in and not in_doubt:
-            return
-        if self._host_times is None:
-            from hetlb.balancer.engines.host_times import HostTimes
-
-            self._host_times = HostTimes(self.watch, self.roster.change)
-        if self._host_times.wanted(instance):
-            self.do(self._host_times.measure(instance))
-        elif in_doubt and self._host_times.may_try(instance):
-            self.do(self._host_times.try_speed(instance))
+                self._host_times = HostTimes(self.watch, self.roster.change, self.scheduler.fleet)
+            if (work := self._host_times.due(instance)) is not None:
+                self.do(work)
 
     def _discovery_sources(self) -> Sequence[Source]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
