@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -64,13 +65,13 @@ def content(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
     with reader(path) as file:
         status = os.fstat(file.fileno())
         if status.st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"larger than {_size(most_bytes)}", str(path))
+            raise OSError(errno.EFBIG, f"larger than {size_of(most_bytes)}", str(path))
         # A file of /proc has no size, and a log may grow during the read.
         data = file.read(min(status.st_size, most_bytes) + 1)
         while data and len(data) <= most_bytes and (more := file.read(min(_PIECE_BYTES, most_bytes))):
             data += more
     if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {_size(most_bytes)}", str(path))
+        raise OSError(errno.EFBIG, f"larger than {size_of(most_bytes)}", str(path))
     if not stat.S_ISREG(status.st_mode):
         _given[path] = data if len(data) <= _MAX_KEPT_BYTES else None
     return data
@@ -86,6 +87,13 @@ def reader(path: Path) -> BinaryIO:
     else:
         found = opened(where)
     return os.fdopen(found, "rb")
+
+
+def kept_reader(path: Path, most_bytes: int) -> BinaryIO:
+    """Open as `reader` what may be read again, also of a pipe. Raises `OSError`."""
+    if path in _given and not path.is_file():
+        return io.BytesIO(content(path, most_bytes))
+    return reader(path)
 
 
 def opened(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -124,15 +132,26 @@ def _check_regular(mode: int, path: Path) -> None:
         raise OSError(errno.EINVAL, f"not a regular file but {kind}", str(path))
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """Return a number of bytes in words."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def text_of(path: Path, data: bytes, error: type[InputError]) -> str:
     """Return the text that a file's bytes are. Raises `error`."""
-    if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
-        raise error(f"{path}: expected {kind}")
+    check_text(path, data, error)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as caught:
-        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught
+        raise no_utf8(path, caught, error) from caught
+
+
+def check_text(path: Path, begin: bytes, error: type[InputError]) -> None:
+    """Raise `error` if a file that begins so is no text."""
+    if kind := next((kind for mark, kind in _NO_TEXT if begin.startswith(mark)), None):
+        raise error(f"{path}: expected {kind}")
+
+
+def no_utf8(path: Path, caught: UnicodeDecodeError, error: type[InputError]) -> InputError:
+    """Create the error of a file that is not in UTF-8."""
+    return error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}")

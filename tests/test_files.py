@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.files import content, expect_pipes, opened, read_bytes, read_text
 from hetlb.output_files import whole_file, write_text
 from hetlb.tools.plots import new_figure, save_figure
+from hetlb.tools.workload.input_limit import text_lines
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -89,14 +91,14 @@ def test_an_event_log_of_one_endless_line_is_one_line(
     tmp_path: Path, device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A sparse file, or `/dev/zero`, was read into memory until that was full."""
-    monkeypatch.setattr(request_files, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(request_files, "text_lines", partial(text_lines, most=1 << 20))
     path = Path("/dev/zero")
     if not device:
         path = tmp_path / "log"
         path.touch()
         os.truncate(path, 4 << 30)
     assert main(["simulate", "--event-log", str(path)]) == 2
-    assert "expected an event log of hetlb: a line of more than 1 MiB" in capsys.readouterr().err
+    assert "line 1: expected a line of at most 1 MiB, got a longer one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ConfigError, ProfileError])

@@ -19,6 +19,7 @@ from hetlb.options.resume import continuation, progress
 from hetlb.tools.models import expressions
 from hetlb.tools.openai import answer_events
 from hetlb.tools.stage import stage_messages
+from hetlb.tools.workload import input_limit, record_file
 
 
 class Reader(NamedTuple):
@@ -154,6 +155,14 @@ READERS = (
         f"{size(yaml_file.MAX_FILE_BYTES)}, {yaml_file.MAX_VALUES:,} values in {yaml_file.MAX_LEVELS} levels",
         "one line",
         ("a file of", "comments of a file"),
+    ),
+    Reader(
+        "files of requests",
+        "an operator",
+        f"`--max-input-mib` of bytes and of {input_limit.VALUE_BYTES} bytes a value, "
+        f"{size(record_file.MOST_ROW)} a row of CSV, {size(files.MAX_BYTES)} a line of JSON or text",
+        "one line",
+        ("trace in",),
     ),
     Reader(
         "event logs",

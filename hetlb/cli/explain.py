@@ -28,9 +28,10 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Candidate, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
-from hetlb.cli.flags import COUNT, add_json, declare, number, print_document, real, whole
+from hetlb.cli.flags import COUNT, MOST, add_json, declare, print_document, real, whole
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError, visible
+from hetlb.inputs import number_of
 from hetlb.tools.tables import Console
 
 
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", "scheduling policy (default: the file's)", "NAME", choices=POLICIES)
     add("--model", "model of the file (default: its first)")
     add("--input", "prompt tokens (default 512)", "TOKENS", COUNT, 512)
-    output = real("a number of tokens from 0", lambda value: 0 <= value < math.inf)
+    output = real("a number of tokens from 0", lambda value: 0 <= value <= MOST)
     add("--output", "predicted output tokens (default 128)", "TOKENS", output, 128.0)
     add("--combine", "form of the workload formula", choices=tuple(COMBINE_FORMS))
     used = "reserved fraction of an instance's KV cache (repeatable)"
@@ -136,9 +137,9 @@ def _use_kv(instance: Instance, share: float) -> None:
 def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:
     for pair in pairs:
         name, _, text = pair.rpartition("=")
-        value = number(text)
-        if not name or not 0 <= value < math.inf:
-            raise InputError(f"{flag}: expected NAME=NUMBER with a number from 0, got {pair!r}")
+        value = number_of(text)
+        if not name or not 0 <= value <= MOST:
+            raise InputError(f"{flag}: expected NAME=NUMBER with a number from 0, got {pair!r:.60}")
         if name not in names:
             raise ConfigError(f"{flag}: expected one of {', '.join(names)}, got {name!r}")
         yield name, value

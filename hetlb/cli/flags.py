@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hetlb.errors import InputError
+from hetlb.inputs import number_of
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.fleet import Fleet
 
+#: Largest number of a flag: a larger one is a mistake.
+MOST = 1e15
 #: Fleet file of commands that are given none.
 DEFAULT_FILE = Path("fleet.yaml")
 
@@ -70,25 +73,17 @@ def print_document(args: argparse.Namespace, document: object, show: Callable[[]
     return 0
 
 
-def number(text: str) -> float:
-    """Return a number, NaN if the text is none: no comparison with NaN is true."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def whole(least: float, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
     """Return the flag type: integer from `least` to `most`."""
-    bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" to {most}")
+    bounds = ("" if least == -math.inf else f" from {least}") + ("" if most >= MOST else f" to {most}")
 
     def read(text: str) -> int:
         try:
-            value: float = int(text)
+            value: float = int(text) if text.isascii() and "_" not in text else math.nan
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected {what}{bounds}, got {text}")
+            raise argparse.ArgumentTypeError(f"expected {what}{bounds}, got {text:.60}")
         return int(value)
 
     return read
@@ -98,18 +93,18 @@ def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     """Return a flag type that accepts numbers if `fits` is true; `words` describe them in errors."""
 
     def read(text: str) -> float:
-        value = number(text)
+        value = number_of(text)
         if not fits(value):
-            raise argparse.ArgumentTypeError(f"expected {words}, got {text}")
+            raise argparse.ArgumentTypeError(f"expected {words}, got {text:.60}")
         return value
 
     return read
 
 
-COUNT = whole(1)
+COUNT = whole(1, int(MOST))
 INTEGER = whole(-math.inf)
 PORT = whole(0, 65535, "a port")
-POSITIVE = real("a number above 0", lambda value: value > 0)
-FINITE = real("a number above 0", lambda value: 0 < value < math.inf)
+POSITIVE = real("a number above 0", lambda value: 0 < value <= MOST or value == math.inf)
+FINITE = real(f"a number above 0, at most {MOST:g}", lambda value: 0 < value <= MOST)
 FRACTION = real("0 to 1", lambda value: 0 <= value <= 1)
 SHARE = real("a share above 0 up to 1", lambda value: 0 < value <= 1)

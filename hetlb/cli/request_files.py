@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from hetlb.cli.flags import POSITIVE, declare, whole
 from hetlb.errors import TraceError
-from hetlb.files import MAX_BYTES, reader
 from hetlb.tools.loadtest.options import read_waves
-from hetlb.tools.workload.input_limit import DEFAULT_MIB
+from hetlb.tools.workload.input_limit import DEFAULT_MIB, TextLines, text_lines
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
@@ -32,25 +29,11 @@ def add_input_limit(parser: argparse.ArgumentParser) -> None:
     declare(parser)("--max-input-mib", text, "MIB", whole(1, 1 << 20), DEFAULT_MIB)
 
 
-class _Lines(io.TextIOWrapper):
-    """Lines of a file, none longer than `MAX_BYTES`. Raises `ValueError`."""
-
-    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
-        line = super().readline(MAX_BYTES + 1)
-        if len(line) > MAX_BYTES:
-            raise ValueError(f"a line of more than {MAX_BYTES >> 20} MiB")
-        return line
-
-
 @contextlib.contextmanager
-def event_log(path: Path) -> Iterator[TextIO]:
+def event_log(path: Path) -> Iterator[TextLines]:
     """Yield the lines of an event log. Raises `TraceError` if it cannot be read or followed."""
     try:
-        with _Lines(reader(path), encoding="utf-8") as lines:
+        with text_lines(path, endless=True) as lines:
             yield lines
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
     except ValueError as error:
         raise TraceError(f"{path}: expected an event log of hetlb: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,11 +194,11 @@ def replay(args: argparse.Namespace) -> int:
     facts = decisions = 0
     differing: list[int] = []
     with event_log(path) as lines:
-        of_paths = is_path_log(lines.readline())
-        lines.seek(0)
-        if of_paths:
-            return _check_paths(args, lines)
-        log = Replay(lines, OPTIONS.splitting)
+        first = next(lines, "")
+        whole = itertools.chain((first,), lines)
+        if is_path_log(first):
+            return _check_paths(args, whole)
+        log = Replay(whole, OPTIONS.splitting)
         for step in log:
             facts += 1
             decisions += len(step.recorded)

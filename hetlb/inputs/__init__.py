@@ -1,1 +1,12 @@
-"""Files and addresses that people write: YAML, URLs, and errors that name key, value and expectation."""
+"""The reader of files and flags: YAML, addresses, numbers; errors name key, value, expectation."""
+
+import math
+
+
+def number_of(text: str) -> float:
+    """Return the number that a text is, NaN of any other: no comparison with NaN is true."""
+    try:
+        # Python alone reads `1_000` and digits of other scripts.
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan

@@ -10,12 +10,15 @@ times at most, and the least one counts: what is superlinear is so every time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from proxy.memory import End, Proxy
 
@@ -25,9 +28,11 @@ from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
+from hetlb.errors import TraceError
 from hetlb.tools.models.expressions import Expression
 from hetlb.tools.openai.answer_events import AnswerError, EventReader
 from hetlb.tools.stage import stage_messages
+from hetlb.tools.workload.trace_formats import read_trace
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10
@@ -178,6 +183,19 @@ def expression(data: bytes) -> None:
     """An expression of a model's file, and a name that it may match."""
     with contextlib.suppress(ValueError):
         Expression(data.decode("latin-1")).match("a" * 64)
+
+
+def trace(data: bytes) -> None:
+    """A file of requests."""
+    path = Path("/proc/self/fd") / str(_trace_file())
+    path.write_bytes(data)
+    with contextlib.suppress(TraceError):
+        read_trace(path)
+
+
+@functools.cache
+def _trace_file() -> int:
+    return os.memfd_create("trace")
 
 
 # --- measuring ---

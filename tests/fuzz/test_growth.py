@@ -81,6 +81,8 @@ USED = b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"%b"}\n\n' % (b"x" 
 ENDED = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n'
 PROMPT = b'{"model":"m","prompt":'
 PLAIN = JSON + b"transfer-encoding: chunked\r\n\r\n"
+ROWS = b"arrival_s,input_tokens,output_tokens\n"
+RECORD = b'{"arrival_s":1,"input_tokens":1,"output_tokens":1}\n'
 HEADER = b"a: b\r\n"
 PING = b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n"
 NUMBERED = b"GET /ping HTTP/1.1\r\nhost: p\r\nx-n: %07d\r\n\r\n"
@@ -153,6 +155,17 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 16 << 10),
     "answers of a server": (costs.answers(), many(b'data: {"choices":[{"text":"x"}]}\n\n'), 64 << 10),
     "answers of a server without a line end": (costs.answers(), many(b"x"), 512 << 10),
+    "rows of a trace in CSV": (costs.trace, many(b"1,2,3\n", ROWS), 32 << 10),
+    "cells of a trace in CSV": (costs.trace, many(b"1,", ROWS), 256 << 10),
+    "columns of a trace in CSV": (costs.trace, many(b"a,"), 256 << 10),
+    "lines of a row of a trace in CSV": (costs.trace, many(b'"\n",', ROWS), 64 << 10),
+    "blank lines of a trace in CSV": (costs.trace, many(b"\n", ROWS), 64 << 10),
+    "line ends of a trace in CSV": (costs.trace, many(b"\r", ROWS), 64 << 10),
+    "records of a trace in JSON": (costs.trace, many(RECORD), 64 << 10),
+    "ids of a trace in JSON": (costs.trace, many(b"1,", b'{"timestamp":0,"hash_ids":[', b"1]}"), 64 << 10),
+    "objects of a trace in JSON": (costs.trace, many(b"{},", b"[", b"{}]"), 64 << 10),
+    "objects in objects of a trace in JSON": (costs.trace, many(b'{"a":', b"[", b"]"), 64 << 10),
+    "a string of a trace in JSON": (costs.trace, many(b"\\\"", b'{"a":"', b'"}'), 256 << 10),
     "expressions of a model": (costs.expression, many(b"(a|b*)"), 3 << 10),
     "repeats in expressions of a model": (costs.expression, many(b"(?:a*)*"), 3 << 10),
     "frames of a stage": (costs.stage, many(framed(encode(Close([1])))), 64 << 10),
@@ -280,6 +293,7 @@ TURNS = 1500
 #: Calls and returns that a byte of a case may cost, and bytes that it may hold, by its name: each
 #: read, message, frame, event and line is work and an object of its own.
 UNITS = (
+    ("a trace in", 30.0, 128.0),  # records are kept
     ("byte by byte", 250.0, 16.0),
     ("small reads", 25.0, 16.0),
     ("a file of", 20.0, 32.0),

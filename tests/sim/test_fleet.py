@@ -160,6 +160,22 @@ def test_a_later_clock_changes_nothing_but_the_times() -> None:
         assert after.e2el_s == pytest.approx(before.e2el_s)
 
 
+@pytest.mark.parametrize("policy", ["hetlb", "paper"])
+def test_a_year_without_requests_is_over_at_once(policy: str) -> None:
+    """Each second of it was a round over the engines: arrivals in a wrong unit made a run without an end."""
+
+    def ends(pause_s: float) -> list[float]:
+        plan = load(20, 2.0)
+        later = [
+            replace(each, index=each.index + 20, scheduled_s=each.scheduled_s + pause_s) for each in plan
+        ]
+        result = simulate(*fleet(1.0, 3.0, policy=policy), [*plan, *later])
+        assert result.outcomes == [Outcome.OK] * 40
+        return [(each.last_token_s or 0.0) - pause_s for each in result.records[20:]]
+
+    assert ends(2.0**40) == pytest.approx(ends(2.0**12), abs=0.05)  # a late clock has larger steps
+
+
 def test_littles_law_holds() -> None:
     setup, engines = fleet(1.0)
     plan = load(1500, 6.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import gzip
+import io
 import json
 import os
+import re
 import sys
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -691,9 +694,13 @@ def test_an_unpacked_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
         read_trace(path)
 
 
+def content(packed: bytes) -> bytes:
+    return b"".join(input_limit.unpacked(io.BytesIO(packed)))
+
+
 @given(st.lists(st.binary(max_size=100), min_size=1, max_size=4), st.integers(0, 20))
 def test_members_of_a_gzip_file_are_unpacked_in_order(parts: list[bytes], padding: int) -> None:
-    assert input_limit.unpacked(b"".join(map(gzip.compress, parts)) + b"\0" * padding) == b"".join(parts)
+    assert content(b"".join(map(gzip.compress, parts)) + b"\0" * padding) == b"".join(parts)
 
 
 def test_what_a_member_of_a_gzip_file_leaves_is_copied_in_small_pieces(
@@ -715,8 +722,8 @@ def test_what_a_member_of_a_gzip_file_leaves_is_copied_in_small_pieces(
 
     monkeypatch.setattr(input_limit, "zlib", SimpleNamespace(decompressobj=Counted))
     members = 10_000
-    assert input_limit.unpacked(gzip.compress(b"a") * members) == b"a" * members
-    assert len(given) == members
+    assert content(gzip.compress(b"a") * members) == b"a" * members
+    assert len(given) < 1.01 * members  # one more at each end of what is read at once
     assert max(given) <= 16 << 10
 
 
@@ -735,3 +742,90 @@ def test_a_trace_of_too_many_parts_is_one_line(tmp_path: Path, text: str, line: 
     (tmp_path / "t").write_text(text + "\n")
     with pytest.raises(TraceError, match=line):
         read_trace(tmp_path / "t")
+
+
+OWN = b"arrival_s,input_tokens,output_tokens\n0,10,5\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("begin", "unit", "message"),
+    [
+        (OWN, b"1,", "line 3: expected a line of at most 8 MiB"),
+        (OWN, b"x", "line 3: expected a line of at most 8 MiB"),
+        (b"", b"a,", "line 1: expected a line of at most 8 MiB"),
+        (OWN, b'"\n",', "expected a row of at most 8 MiB"),
+        (OWN, b"1,2,3\n", "expected at most 262,144 values"),
+        (b'{"a":1}\n', b'{"a":1}\n', "expected at most 262,144 values"),
+        (b"[", b"{},", "expected at most 262,144 values"),
+        (b'{"a":"' + b"x" * (8 << 20), b"x", "expected at most 16 MiB"),
+    ],
+    ids=["cells", "a cell", "columns", "lines of a row", "rows", "JSON lines", "objects", "a string"],
+)
+def test_a_trace_that_would_fill_the_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool, begin: bytes, unit: bytes, message: str
+) -> None:
+    """A line of 900 MiB, packed into one, took 3 GB."""
+    monkeypatch.setattr(input_limit, "_limit", [16 << 20])
+    path = tmp_path / "t.csv"
+    data = begin + unit * ((15 << 20) // len(unit))
+    path.write_bytes(gzip.compress(data, 1) if packed else data)
+    del data
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match=message):
+            read_trace(path)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_as_people_have_them(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(end.join(["", *VIDUR.split("\n")]).encode())
+    assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
+
+
+#: Texts that are no number of a trace, as they stand in its file.
+NO_NUMBERS = (
+    *("1e999", "-1e999", "nan", "inf", "1e308", "-1", "1" + "0" * 400, "1" + "0" * 5000, "true", "{}"),
+    *('"x"', "[1]"),
+)
+
+
+@pytest.mark.parametrize("text", [*NO_NUMBERS, "1_0", "１２", "0x10", "1.5.2"])
+@pytest.mark.parametrize("key", ["arrival_s", "input_tokens", "output_tokens"])
+def test_a_cell_of_a_trace_that_is_no_number_is_named(tmp_path: Path, key: str, text: str) -> None:
+    """An arrival of 1e308 was taken, and ended in a traceback."""
+    cells = {"arrival_s": "1", "input_tokens": "10", "output_tokens": "5", key: text}
+    path = tmp_path / "t.csv"
+    path.write_text(f"{','.join(cells)}\n0,10,5\n{','.join(cells.values())}\n")
+    got = re.escape(text.strip('"')[:20])
+    with pytest.raises(TraceError, match=rf"^{path}: line 3: {key}: expected .*, got '{got}"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+@pytest.mark.parametrize(
+    ("first", "key"),
+    [
+        ({"arrival_s": 0, "input_tokens": 10, "output_tokens": 5}, "arrival_s"),
+        ({"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}, "timestamp"),
+        ({"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}, "input_length"),
+        ({"arrival_ns": 0, "prompt_tokens": 10, "completion_tokens": 5}, "prompt_tokens"),
+        ({"created": 1.7e9, "prompt_tokens": 10, "completion_tokens": 5}, "completion_tokens"),
+    ],
+)
+def test_a_value_of_a_trace_that_is_no_number_is_named(
+    tmp_path: Path, first: dict[str, Any], key: str, text: str
+) -> None:
+    """A whole number of 400 digits ended in a traceback."""
+    path = tmp_path / "t.jsonl"
+    fields = ", ".join(f'"{name}": {text if name == key else value}' for name, value in first.items())
+    path.write_text(f"{json.dumps(first)}\n{{{fields}}}\n")
+    if (key, text) == ("timestamp", "-1") or (key.endswith(("length", "tokens")) and text == "[1]"):
+        assert len(read_trace(path)) == 2  # a clock may begin anywhere, and a list has its length
+        return
+    with pytest.raises(TraceError, match=rf"^{path}: line 2: ({key}: )?expected "):
+        read_trace(path)

@@ -18,8 +18,7 @@ import msgspec
 from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
 from hetlb.files import content, opened
 from hetlb.output_files import whole_file
-from hetlb.tools.workload.input_limit import max_input_bytes
-from hetlb.tools.workload.record_file import unpacked_text
+from hetlb.tools.workload.input_limit import max_input_bytes, numbered_lines
 
 
 class _Body(msgspec.Struct):
@@ -40,9 +39,7 @@ class BatchJob(msgspec.Struct):
 def read_jobs(path: Path) -> list[BatchJob]:
     """Return the requests of a batch file. Raises `TraceError` naming the first line that cannot be sent."""
     jobs: dict[str, BatchJob] = {}
-    for number, text in enumerate(unpacked_text(path).split("\n"), start=1):
-        if not text.strip():
-            continue
+    for number, text in numbered_lines(path):
         where = f"{path}: line {number}"
         try:
             job = msgspec.json.decode(text, type=BatchJob)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from hetlb.errors import InputError
+from hetlb.inputs import number_of
 from hetlb.tools.loadtest.load_result import GOODPUT_METRICS
 from hetlb.tools.workload.arrivals import Ramp, Rate, Waves
 from hetlb.tools.workload.records import METRICS
@@ -16,7 +17,7 @@ def read_rates(text: str) -> list[Rate]:
     """Parse `--request-rate`: requests/s above 0, `inf`, `trace`, or several separated by commas."""
     rates: list[Rate] = []
     for part in text.split(","):
-        rate: Rate = "trace" if part.strip() == "trace" else _number(part)
+        rate: Rate = "trace" if part.strip() == "trace" else number_of(part)
         if rate != "trace" and not rate > 0:
             raise InputError(
                 f"--request-rate: expected requests/s above 0, inf or trace, or several separated by commas, "
@@ -31,7 +32,7 @@ def read_goodput(limits: Sequence[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     for limit in limits:
         name, _, value = limit.partition(":")
-        milliseconds = _number(value)
+        milliseconds = number_of(value)
         if name not in GOODPUT_METRICS or not 0 < milliseconds < math.inf:
             raise InputError(
                 f"--goodput: expected NAME:MILLISECONDS with a name out of {', '.join(GOODPUT_METRICS)}, "
@@ -50,7 +51,7 @@ def read_metrics(text: str) -> list[str]:
 
 def read_percentiles(text: str) -> list[float]:
     """Parse `--metric-percentiles`: numbers from 0 to 100 separated by commas."""
-    values = [_number(part) for part in text.split(",")]
+    values = [number_of(part) for part in text.split(",")]
     if not all(0 <= value <= 100 for value in values):
         raise InputError(
             f"--metric-percentiles: expected numbers from 0 to 100 separated by commas, got {text!r}"
@@ -97,17 +98,9 @@ def read_ramp(
     return Ramp(strategy, start_rps, end_rps)
 
 
-def _number(text: str) -> float:
-    """Return a number, NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def read_waves(text: str) -> Waves:
     """Parse `--waves ON:OFF`. Raises `InputError`."""
-    times = [_number(part) for part in text.split(":")]
+    times = [number_of(part) for part in text.split(":")]
     if len(times) != 2 or not all(0 <= each < math.inf for each in times) or times[0] == 0:
         raise InputError(f"--waves: expected seconds on and seconds off, as 5:15, got {text!r}")
     return Waves(*times)

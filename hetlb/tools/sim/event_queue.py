@@ -33,3 +33,7 @@ class EventQueue:
         event = heappop(events)
         self.now = event[0]
         return event
+
+    def next_s(self) -> float:
+        """Return the time of the next event in seconds, without one `now`."""
+        return self._events[0][0] if self._events else self.now

@@ -63,6 +63,8 @@ from hetlb.tools.workload.records import Counted, Gaps
 
 #: Seconds between scrapes of simulated engines, by default as of real ones.
 SCRAPE_INTERVAL_S: Final = 1.0
+#: Last seconds of an idle time that have all their scrapes.
+_IDLE_S: Final = 600.0
 
 #: States of a sequence that its engine has, without a token.
 _WITHOUT_TOKEN: Final = (SequenceState.WAITING, SequenceState.PREFILL)
@@ -284,7 +286,13 @@ class FleetSimulation:
             )
             for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._events.now))
-        self._events.push(self._events.now + SCRAPE_INTERVAL_S, SCRAPE, None)
+        self._events.push(self._events.now + SCRAPE_INTERVAL_S * self._rounds_at_once(), SCRAPE, None)
+
+    def _rounds_at_once(self) -> int:
+        """Return the number of rounds to the next scrape: while a fleet is idle for long, one is enough."""
+        if any(each.in_flight or len(each.queue) for each in self._scraped()):
+            return 1
+        return max(1, int((self._events.next_s() - self._events.now - _IDLE_S) / SCRAPE_INTERVAL_S))
 
     def _on_look(self, series: FleetSeries) -> None:
         moment = FleetMoment(

@@ -58,7 +58,7 @@ def read_log(path: Path) -> Log:
     What a file of another program was taken for goes to stderr.
     """
     file = open_records(path)
-    if not file.text.strip():
+    if not file.begin:
         raise TraceError(f"{path}: expected the log of a server, got an empty file")
     found = recognised(file, log=True)
     if found is None or not found.reading.kind:
@@ -107,7 +107,7 @@ def _why_no_log(file: RecordFile, found: Recognised | None) -> str:
     known = f"read are: {'; '.join(LOG_TITLES)}"
     if (summary := summary_of(file)) is not None:
         return summary
-    if file.shape == "text" and ("Received request" in file.text or "vllm" in file.text[:4096].lower()):
+    if file.shape == "text" and ("Received request" in file.begin or "vllm" in file.begin[:4096].lower()):
         return (
             "expected token counts and first-token times, which a server's text log does not hold; "
             f"take the document of {BENCH}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import InputError, TraceError, visible
-from hetlb.files import read_bytes, text_of
-from hetlb.tools.workload.input_limit import max_input_bytes, too_large, unpacked
+from hetlb.files import MAX_BYTES, size_of
+from hetlb.inputs import number_of
+from hetlb.tools.workload.input_limit import TextLines, text_lines
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
@@ -39,6 +40,8 @@ UNITS_S = {
     **dict.fromkeys(("us", "usec", "micro", "micros", "microseconds"), 1e-6),
     **dict.fromkeys(("ns", "nsec", "nano", "nanos", "nanoseconds", "unixnano"), 1e-9),
 }
+#: Largest number of a clock, in its smallest unit.
+_MOST_CLOCK = LATEST_S / 1e-9
 #: Numbers of a clock that counts from 1970, from September 2001 to November 2286, in each unit.
 _EPOCH_FROM_S, _EPOCH_TO_S = 1e9, 1e10
 _EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
@@ -48,6 +51,12 @@ _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 _MOST_DEPTH = 6
 #: Largest number of columns of a CSV file.
 _MOST_COLUMNS = 4096
+#: Most characters of a CSV row, of one line or several.
+MOST_ROW = 8 << 20
+#: Values that take as much memory as a record, beside its own.
+_ROW_VALUES = 4
+#: Lines of plain text that tell what it is.
+_SHOWN_LINES = 1000
 _CSV_MARKS = re.compile(r"[,;\t]")
 
 
@@ -89,10 +98,7 @@ class Record:
         """Return a number within bounds. NaN is in none, and a whole number may have any number of digits."""
         found = value
         if isinstance(value, str):
-            try:
-                found = float(value)
-            except ValueError:
-                found = None
+            found = number_of(value)
         if isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most:
             return float(found)
         bounds = f" from {least:g} to {most:g}" if math.isfinite(most) else ""
@@ -132,11 +138,12 @@ def date_s(text: str) -> float | None:
 class RecordFile:
     """A file and its records; in file order.
 
-    `shape` is how they are written, `names` has each key by its squashed form.
+    `shape` is how they are written, `names` has each key by its squashed form. `begin` is the first line,
+    of plain text more.
     """
 
     path: Path
-    text: str
+    begin: str
     shape: str
     records: list[Record]
     names: dict[str, str] = field(default_factory=dict)
@@ -156,7 +163,7 @@ class RecordFile:
         """Shape and keys, for a person."""
         names = list(self.names.values())
         if not names:
-            return self.shape if self.text.strip("[] \t\r\n") else "nothing"
+            return self.shape if self.begin.strip("[] \t\r\n") else "nothing"
         return f"{self.shape} with {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
@@ -174,7 +181,9 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
         value = record.get(key)
         if value is None or (isinstance(value, str) and date_s(value) is not None):
             continue
-        found = record.number(key, value, "a number or a date (2026-01-31 10:00:00)", -math.inf, math.inf)
+        found = record.number(
+            key, value, "a number or a date (2026-01-31 10:00:00)", -_MOST_CLOCK, _MOST_CLOCK
+        )
         if found < least:
             least, first = found, record
     if first is None:
@@ -190,34 +199,28 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
 
 def open_records(path: Path) -> RecordFile:
     """Read a file. Raises `TraceError`; text of another form has no records."""
-    text = unpacked_text(path)
-    head = text.lstrip()[:1]
-    columns: list[str] = []
-    odd = 0
-    if head == "{":
-        shape, records, odd = _of_lines(path, text)
-    elif head == "[":
-        values = decode_json(str(path), text)
-        shape, records = _of_list(path, values)
-        odd = len(values) - len(records)
-    else:
-        shape, columns, records = _of_csv(path, text)
-    return _with_records(path, text, shape, records, odd, columns)
+    with text_lines(path, MOST_ROW) as lines:
+        head = lines.head()
+        if head not in ("{", "["):
+            return _of_csv(path, lines)
+        # A document may be one line: the limit of the file bounds it.
+        lines.most = sys.maxsize
+        return (_of_lines if head == "{" else _of_list)(path, lines)
 
 
 def _with_records(
-    path: Path, text: str, shape: str, records: list[Record], odd: int = 0, columns: Iterable[str] = ()
+    path: Path, begin: str, shape: str, records: list[Record], odd: int = 0, columns: Iterable[str] = ()
 ) -> RecordFile:
     """Return a file of these records, with `columns` or the keys of all of them."""
     names: dict[str, str] = {}
     for key in columns or dict.fromkeys(key for each in records for key in each.values):
         names.setdefault(squashed(key), key)
-    return RecordFile(path, text, shape, records, names, odd)
+    return RecordFile(path, begin, shape, records, names, odd)
 
 
 def replaced(file: RecordFile, records: list[Record]) -> RecordFile:
     """Return a file with other records."""
-    return _with_records(file.path, file.text, file.shape, records)
+    return _with_records(file.path, file.begin, file.shape, records)
 
 
 def records_at(file: RecordFile, outer: str, inner: str) -> RecordFile:
@@ -252,7 +255,7 @@ def unwrapped(file: RecordFile) -> RecordFile | None:
             if isinstance(value, list) and value and isinstance(value[0], dict)
         ]
         if len(lists) == 1:
-            inner = _of_list(file.path, lists[0])[1]
+            inner = _numbered(file.path, lists[0])
             return flat(replaced(file, inner))
     found = flat(file)
     return None if found is file else found
@@ -276,7 +279,7 @@ def flat(file: RecordFile) -> RecordFile:
     for path in sorted(paths, key=len):
         for start in range(len(path)):
             names.setdefault(squashed("".join(path[start:])), ".".join(path))
-    return RecordFile(file.path, file.text, file.shape, records, names, file.odd)
+    return RecordFile(file.path, file.begin, file.shape, records, names, file.odd)
 
 
 def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -291,17 +294,6 @@ def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
             yield (*path, key), value
 
 
-def unpacked_text(path: Path) -> str:
-    """Return the text of a file, packed by gzip or not, also of a pipe. Raises `TraceError`."""
-    data = read_bytes(path, TraceError, max_input_bytes())
-    try:
-        return text_of(path, unpacked(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
-    except OverflowError:
-        raise TraceError(f"{path}: {too_large()}") from None
-    except (EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
-
-
 def decode_json(where: str, text: str) -> Any:
     """Decode JSON, also with `NaN` and `Infinity` as Python writes them. Raises `TraceError`."""
     try:
@@ -314,65 +306,97 @@ def decode_json(where: str, text: str) -> Any:
         raise TraceError(f"{where}: expected JSON: {caught}") from caught
 
 
-def _of_lines(path: Path, text: str) -> tuple[str, list[Record], int]:
+def _decoded(lines: TextLines, where: str, text: str) -> Any:
+    """Decode JSON whose values count. Raises `TraceError`."""
+    lines.count(_ROW_VALUES + text.count(",") + text.count("[") + text.count("{"))
+    return decode_json(where, text)
+
+
+def _of_lines(path: Path, lines: TextLines) -> RecordFile:
     """Return the objects of JSON lines, or the one document that the text is."""
-    first = text.lstrip().partition("\n")[0]
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    number, first = next(numbered)
     try:
-        decode_json("", first)
+        value = _decoded(lines, "", first)
     except TraceError:
-        document = decode_json(str(path), text)
-        return "JSON", [Record(str(path), document)], 0
+        document = _decoded(lines, str(path), "\n" * (number - 1) + first + "\n" + lines.rest())
+        return _with_records(path, first, "JSON", [Record(str(path), document)])
+    lines.most = MAX_BYTES
     records, odd = [], 0
-    # Line ends alone: strings may hold U+2028 and what else `splitlines` splits at.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}: line {number}"
-        value = decode_json(where, line)
+    while True:
         if isinstance(value, dict):
-            records.append(Record(where, value))
+            records.append(Record(f"{path}: line {number}", value))
         else:
             odd += 1
-    return "JSON lines", records, odd
+        number, line = next(numbered, (0, ""))
+        if not line:
+            return _with_records(path, first, "JSON lines", records, odd)
+        value = _decoded(lines, f"{path}: line {number}", line)
 
 
-def _of_list(path: Path, values: Iterable[Any]) -> tuple[str, list[Record]]:
+def _of_list(path: Path, lines: TextLines) -> RecordFile:
+    """Return the objects of a JSON list."""
+    text = lines.rest()
+    values = _decoded(lines, str(path), text)
+    records = _numbered(path, values)
+    return _with_records(path, text[:4096], "a JSON list", records, len(values) - len(records))
+
+
+def _numbered(path: Path, values: Iterable[Any]) -> list[Record]:
     numbered = enumerate(values, start=1)
-    return "a JSON list", [
-        Record(f"{path}: entry {number}", value) for number, value in numbered if isinstance(value, dict)
-    ]
+    return [Record(f"{path}: entry {number}", each) for number, each in numbered if isinstance(each, dict)]
 
 
-def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
-    """Return the columns and rows of a CSV file, none of a text without columns."""
-    header, _, _ = text.lstrip().partition("\n")
-    marks = _CSV_MARKS.findall(header)
+def _of_csv(path: Path, lines: TextLines) -> RecordFile:
+    """Return the rows of a CSV file, none of a text without columns."""
+    number, first = next((found for found in enumerate(lines) if found[1].strip()), (0, ""))
+    marks = _CSV_MARKS.findall(first)
     if not marks:
-        return "text", [], []
-    mark = max(",;\t", key=marks.count)
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=mark)
+        begin = [first, *itertools.islice(lines, _SHOWN_LINES)]
+        return _with_records(path, "\n".join(begin), "text", [])
     records = []
     columns: list[str] = []
     try:
-        for cells in lines:
+        for at, cells in _csv_rows(path, itertools.chain((first,), lines), max(",;\t", key=marks.count)):
             if not any(cell.strip() for cell in cells):
                 continue
+            lines.count(len(cells) + _ROW_VALUES)
+            where = f"{path}: line {number + at}"
             if not columns:
                 columns = [name.strip() for name in cells]
                 if len(columns) > _MOST_COLUMNS:
                     problem = f"expected at most {_MOST_COLUMNS:,} columns, got {len(columns):,}"
-                    raise TraceError(f"{path}: line {lines.line_num}: {problem}")
+                    raise TraceError(f"{where}: {problem}")
                 if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
                     problem = f"expected each column once, got {twice[0]!r:.60} again"
-                    raise TraceError(f"{path}: line {lines.line_num}: {problem}")
-                continue
-            where = f"{path}: line {lines.line_num}"
-            if len(cells) != len(columns):
+                    raise TraceError(f"{where}: {problem}")
+            elif len(cells) != len(columns):
                 raise TraceError(f"{where}: expected {len(columns)} columns, got {len(cells)}")
-            records.append(Record(where, dict(zip(columns, cells, strict=True))))
+            else:
+                records.append(Record(where, dict(zip(columns, cells, strict=True))))
     except csv.Error as error:
         raise TraceError(f"{path}: expected comma-separated values: {error}") from error
-    return "CSV", columns, records
+    return _with_records(path, first, "CSV", records, columns=columns)
+
+
+def _csv_rows(path: Path, lines: Iterable[str], mark: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of rows, which may have several lines, with the number of their last one."""
+    characters = 0
+
+    def fed() -> Iterator[str]:
+        nonlocal characters
+        for line in lines:
+            characters += len(line)
+            if characters > MOST_ROW:
+                where = f"{path}: line {rows.line_num + 1}"
+                raise TraceError(f"{where}: expected a row of at most {size_of(MOST_ROW)}, got a longer one")
+            # A line may end with CR alone.
+            yield from io.StringIO(f"{line}\n", newline="") if "\r" in line[:-1] else (f"{line}\n",)
+
+    rows = csv.reader(fed(), delimiter=mark)
+    for cells in rows:
+        characters = 0
+        yield rows.line_num, cells
 
 
 class CsvRow:
@@ -402,14 +426,18 @@ class CsvRow:
             raise self.error(column, f"a whole number from {least}")
         return int(text)
 
-    def number(self, column: str, expected: str = "a number from 0", *, positive: bool = False) -> float:
-        """Finite number, at least 0 or above it; `expected` describes it in errors."""
-        try:
-            value = float(self.cells[column])
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < math.inf or (positive and value == 0):
-            raise self.error(column, expected)
+    def number(
+        self,
+        column: str,
+        expected: str = "a number from 0",
+        most: float = MOST_COUNT,
+        *,
+        positive: bool = False,
+    ) -> float:
+        """Return a number from 0, or above it, to `most`; `expected` describes it in errors."""
+        value = number_of(self.cells[column])
+        if not 0 <= value <= most or (positive and value == 0):
+            raise self.error(column, f"{expected}, at most {most:g}" if value > most else expected)
         return value
 
     def get(self, column: str) -> str:

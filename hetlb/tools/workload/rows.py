@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.errors import ConfigError, TraceError
-from hetlb.tools.workload.record_file import MOST_TOKENS, CsvRow, Record, RecordFile
+from hetlb.tools.workload.record_file import LATEST_S, MOST_TOKENS, CsvRow, Record, RecordFile
 
 REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 #: Kinds of requests of a row: text, or vectors of texts (`POST /v1/embeddings`).
@@ -100,7 +100,7 @@ def _row(line: CsvRow) -> Row:
     if endpoint not in ENDPOINTS:
         raise line.error("endpoint", f"one of {', '.join(ENDPOINTS)}")
     return Row(
-        line.number("arrival_s", "seconds from the start") if line.get("arrival_s") else None,
+        line.number("arrival_s", "seconds from the start", LATEST_S) if line.get("arrival_s") else None,
         line.whole("input_tokens", 1, MOST_TOKENS),
         line.whole("output_tokens", 0, MOST_TOKENS),
         text=line.cells.get("prompt") or None,

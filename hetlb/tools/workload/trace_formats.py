@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetlb.errors import TraceError
-from hetlb.files import read_text
 from hetlb.tools.workload.chats import (
     BATCH,
     CHATS,
@@ -31,7 +30,7 @@ from hetlb.tools.workload.chats import (
     pair_rows,
     prompt_rows,
 )
-from hetlb.tools.workload.input_limit import max_input_bytes
+from hetlb.tools.workload.input_limit import numbered_lines
 from hetlb.tools.workload.record_file import (
     Record,
     RecordFile,
@@ -300,7 +299,7 @@ def _events(file: RecordFile) -> Requests:
     from hetlb.options.event_log.eventlog import decode_setup
 
     try:
-        setup = decode_setup(file.text.partition("\n")[0])
+        setup = decode_setup(file.begin)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
         raise TraceError(f"{file.path}: line 1: expected the set-up of an event log: {caught}") from caught
     arrivals: dict[int, dict[str, Any]] = {}
@@ -372,11 +371,8 @@ def custom_rows(path: Path, output_tokens: int) -> list[Row]:
     """
     if path.suffix in _KEYED:
         return rows_in(open_records(path), output_tokens)
-    # Line ends alone: texts may hold U+2028 and what else `splitlines` splits at.
-    lines = (line.removesuffix("\r") for line in read_text(path, TraceError, max_input_bytes()).split("\n"))
-    rows = [
-        Row(None, estimate_tokens(line), output_tokens, encodable(line)) for line in lines if line.strip()
-    ]
+    lines = (line.removesuffix("\r") for _, line in numbered_lines(path))
+    rows = [Row(None, estimate_tokens(line), output_tokens, encodable(line)) for line in lines]
     if not rows:
         raise TraceError(f"{path}: expected at least one prompt, got none")
     return rows
