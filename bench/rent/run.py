@@ -483,17 +483,29 @@ def division(bench: Bench) -> dict[str, Any]:
 # --- parts of a market ----------------------------------------------------------------------------------
 
 
+#: GPU of an offer that another one dominates.
+_WORSE = "worse"
+
+
 def parts(bench: Bench) -> dict[str, Any]:
-    """Return drawn markets of models of today, planned whole and without each of their offers, and served."""
+    """Return drawn markets of models of today, planned whole, without each offer, with a worse one; served.
+
+    The worse one is another drawn offer at half its speed for the same price.
+    """
     rows: list[dict[str, Any]] = []
     models = bench.hw.parent / "models" / "today"
     for seed in range(bench.markets):
         document = made_up.market_of_today(seed, models)
         gpus = [offer["gpu"] for offer in document["offers"]]
+        worse = dict(random.Random(seed).choice(document["offers"]))
+        slow = {key: each / 2 for key, each in worse["roofline"].items()}
+        worse |= {"gpu": _WORSE, "roofline": slow}
         rates: dict[str, float] = {}
+        rented = False
         served: float | None = None
-        for without in ("", *gpus):
+        for without in ("", _WORSE, *gpus):
             offers = [offer for offer in document["offers"] if offer["gpu"] != without]
+            offers += [worse] if without == _WORSE else []
             path = paper.write_market(bench.work / "part.yaml", document | {"offers": offers})
             limits = SolveLimits(1e-4, time.monotonic() + bench.seconds)
             try:
@@ -503,19 +515,28 @@ def parts(bench: Bench) -> dict[str, Any]:
                 rates[without] = 0.0
                 continue
             rates[without] = plan.throughput
+            if without == _WORSE:
+                known = table.problem.by_name
+                rented = any(_WORSE in known[name].gpus for name in plan.counts)
             if not without:
                 found = simulate_plan(table, plan, predictor="oracle")
                 served = found.request_throughput / plan.throughput
-        gain = max((rate for gpu, rate in rates.items() if gpu), default=0.0) / (rates[""] or INFINITY) - 1.0
-        row = {"market": seed, "gpus": gpus, "rates": rates, "gain_without_one": gain, "served": served}
+        most = max(rate for gpu, rate in rates.items() if gpu in gpus)
+        row = {
+            "market": seed, "gpus": gpus, "rates": rates, "served": served, "worse_is_rented": rented,
+            "gain_without_one": most / (rates[""] or INFINITY) - 1.0,
+            "change_by_a_worse_one": rates[_WORSE] / (rates[""] or INFINITY) - 1.0,
+        }  # fmt: skip
         rows.append(row)
         print(row, flush=True)
     gains = [row["gain_without_one"] for row in rows if row["rates"][""]]
+    changes = [row["change_by_a_worse_one"] for row in rows if row["rates"][""]]
     share = [row["served"] for row in rows if row["served"] is not None]
     print(
         f"{len(gains)} markets: without one of its offers a plan serves at most {max(gains):+.2%}, more "
-        f"than +0.5 % in {sum(gain > 0.005 for gain in gains)}; served under hetlb {min(share):.3f} to "
-        f"{max(share):.3f}"
+        f"than +0.5 % in {sum(gain > 0.005 for gain in gains)}; with a worse offer {min(changes):+.2%} to "
+        f"{max(changes):+.2%}, exactly the same in {changes.count(0.0)}; served under hetlb {min(share):.3f} "
+        f"to {max(share):.3f}"
     )
     return {"cases": rows}
 

@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
@@ -286,6 +287,7 @@ def _open_standard_files() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    began_s = time.monotonic()
     _open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -303,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hetlb.tools.workload.input_limit import set_limit
 
             set_limit(args.max_input_mib)
+        args.began_s = began_s
         args.command_line = shlex.join(["hetlb", *arguments])
         status = _module(args.command).run(args)
         sys.stdout.flush()

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
+from hetlb.cli.plan_limits import planning
 from hetlb.errors import ConfigError, InputError, PlanError
 from hetlb.output_files import fleet_path
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
-from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages
 from hetlb.tools.plan.placement.place_file import load_place
 from hetlb.tools.plan.placement.place_files import load_placement
@@ -20,7 +20,6 @@ from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_place
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
 from hetlb.tools.plan.workloads import trace_rows
-from hetlb.tools.tables import plan_progress
 
 #: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
 _USUAL_LENGTHS = [(750, 240)]
@@ -57,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write_fleet is not None and cluster.unstaged:
         raise InputError(f"--write-fleet: expected a model that hetlb stage computes, got {cluster.unstaged}")
     given = None if args.placement is None else load_placement(args.placement, cluster)
-    interrupt, began = Interrupt(), time.monotonic()
-    limits = SolveLimits(deadline=began + args.time_limit, seed=args.seed, interrupt=interrupt)
-    with interrupt.catching(), plan_progress("placing") as progress:
+    with planning(args, "placing", args.time_limit, seed=args.seed) as (limits, progress):
 
         def show(phase: str, best: PlacementCandidate | None) -> None:
             progress.at(phase)
@@ -85,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         scheduler=args.scheduler,
         load="offline" if args.load == math.inf else f"{args.load:g}",
         seed=args.seed,
-        solve_s=time.monotonic() - began,
+        solve_s=time.monotonic() - args.began_s,
         folder=folder,
         fleet=args.write_fleet,
     )

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.cli.flags import INTEGER, add_json, declare, print_document, real, whole
+from hetlb.cli.plan_limits import planning
 from hetlb.errors import ConfigError, PlanError
 from hetlb.inputs.yaml_file import read_object
 from hetlb.output_files import fleet_path
 from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
-from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.market import Market, load_market
 from hetlb.tools.plan.planning import Table, first_plan, make_table, measure_table
 from hetlb.tools.plan.rent_baselines import baselines
@@ -26,10 +27,8 @@ from hetlb.tools.plan.rent_servers import servers_of, write_fleet
 from hetlb.tools.plan.replan import Replanned, replan, require_known
 from hetlb.tools.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.tools.plan.workloads import trace_rows
-from hetlb.tools.tables import PlanProgress, plan_progress
+from hetlb.tools.tables import PlanProgress
 
-#: Shares of the time limit: by then configurations are measured, plans found, other plans compared.
-_RELATIVE_GAP = 1e-4
 #: Shares of the time limit until configurations are measured, plans found, other plans compared.
 _MEASURED_SHARE, _PLANNED_SHARE, _COMPARED_SHARE = 0.5, 0.75, 0.85
 
@@ -50,17 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    began, interrupt = time.monotonic(), Interrupt()
-    limits = SolveLimits(_RELATIVE_GAP, began + args.time_limit, args.seed, interrupt)
     market = load_market(args.config)
-    try:
-        with interrupt.catching(), plan_progress("configurations") as progress:
+    with planning(args, "configurations", args.time_limit, seed=args.seed) as (limits, progress):
+        try:
             table, planned, document = plan_once(args, market, limits, progress)
-    except PlanError as error:
-        if interrupt.requested:
-            raise KeyboardInterrupt from error
-        # No plan is an answer about the input: what is missing is in the market file.
-        raise ConfigError(f"{args.config}: {error}") from error
+        except PlanError as error:
+            if limits.interrupted:
+                raise KeyboardInterrupt from error
+            # No plan is an answer about the input: what is missing is in the market file.
+            raise ConfigError(f"{args.config}: {error}") from error
     servers = servers_of(table, planned.plan)
     document["commands"] = [server.command() for server in servers] if market.file.models else []
     if args.write_fleet is not None:
@@ -74,7 +71,6 @@ def plan_once(
     args: argparse.Namespace, market: Market, limits: SolveLimits, progress: PlanProgress
 ) -> tuple[Table, SolvedPlan, dict[str, Any]]:
     """Solve one plan and return it with its document; with `--replan`, begin from an earlier plan."""
-    began = time.monotonic()
     measured = Measured(None if args.no_cache else default_cache(), slo_limits(market))
     rows = None if args.trace is None else trace_rows(args.trace)
     table = make_table(market, measured, rows=rows, count=args.workloads, seed=args.seed)
@@ -105,7 +101,7 @@ def plan_once(
         replanned = replan(table.problem, old, market.file.replanning, search.limits, bound)
         check_rent(table.problem, replanned.plan)
         planned = SolvedPlan(table.problem, replanned.plan)
-    document = rent_report.document_of(table, planned, time.monotonic() - began)
+    document = rent_report.document_of(table, planned, time.monotonic() - args.began_s)
     if replanned is not None:
         document["replanning"] = rent_report.replanning_document(replanned)
     if not args.no_simulate:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
+from hetlb.cli.plan_limits import planning
 from hetlb.errors import InputError, visible
 from hetlb.output_files import fleet_path
 from hetlb.tools.loadtest.options import read_goodput
@@ -19,13 +19,11 @@ from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.common.composition import MOST_STAGES
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.servers import write_servers
-from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.layouts import LayoutTarget, lay_out, servers_of
 from hetlb.tools.plan.search_report import print_result, result_document
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.plan.tp_search import Option, parts, search, whole_tok_s
+from hetlb.tools.plan.tp_search import NOT_MEASURED, Option, Rankings, parts, search, whole_tok_s
 from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
-from hetlb.tools.tables import plan_progress
 
 #: The most rows of a trace used for estimates.
 MAX_ROWS = 2000
@@ -56,28 +54,36 @@ def run(args: argparse.Namespace) -> int:
     sample = sample_rows(cluster, args.trace, args.num_prompts)
     kinds = {machine.kind: machine for machine in cluster.machines}
     total = sum(len(parts(cluster, machine)) for machine in kinds.values())
-    interrupt = Interrupt()
-    limits = SolveLimits(deadline=time.monotonic() + args.time_limit, interrupt=interrupt)
-    with interrupt.catching(), plan_progress("searching") as progress:
-        done = count(1)
-        throughputs = Throughputs(sample.rows, args.estimate)
-        most: dict[str, float] = {}
+    with planning(args, "searching", args.time_limit) as (limits, progress):
 
-        def show(machine: Machine, option: Option) -> None:
-            progress.at("searching", next(done), total)
-            rate = whole_tok_s(machine, option)
-            if rate > most.get(machine.name, 0.0):
-                most[machine.name] = rate
-                instances = machine.gpus // option.part.gpus
-                words = f"{instances} x {option.part.name} on {machine.name}, {rate:,.0f} tokens/s"
-                progress.plan(f"best plan so far: {words}")
+        def ranked(throughputs: Throughputs, heading: str) -> Rankings:
+            done, most = count(1), dict[str, float]()
 
-        rankings = search(cluster, throughputs.of, show, limits)
+            def show(machine: Machine, option: Option) -> None:
+                progress.at("searching", next(done), total)
+                rate = whole_tok_s(machine, option)
+                if rate > most.get(machine.name, 0.0):
+                    most[machine.name] = rate
+                    instances = machine.gpus // option.part.gpus
+                    words = f"{instances} x {option.part.name} on {machine.name}, {rate:,.0f} tokens/s"
+                    progress.plan(f"{heading}: {words}")
+
+            return search(cluster, throughputs.of, show)
+
+        throughputs = Throughputs(sample.rows, "static")
+        rankings = ranked(throughputs, "first plan, by algorithm 1")
+        if args.estimate != throughputs.kind:
+            measured = Throughputs(sample.rows, args.estimate)
+            better = ranked(measured, "best plan so far")
+            # Of a kind of machine without a measured option the order by algorithm 1 is all there is.
+            reasons = [{option.reason for option in own} for own in better.values()]
+            if all("" in each or NOT_MEASURED not in each for each in reasons):
+                throughputs, rankings = measured, better
         check(cluster, rankings)
         progress.at("simulating layouts")
-        found = lay_out(cluster, sample, target, rankings, throughputs, args.pipeline_parallel, limits)
+        found = lay_out(cluster, sample, target, rankings, throughputs, args.pipeline_parallel)
     servers = servers_of(found, args.data_parallel)
-    document = result_document(found, servers) | {"interrupted": interrupt.requested}
+    document = result_document(found, servers) | {"interrupted": limits.interrupted}
     if servers and args.write_fleet is not None:
         write_servers(args.write_fleet, f"Written by `hetlb search` from {args.config.name}.", servers)
     print_document(args, document, lambda: print_result(found, document))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
+from hetlb.cli.plan_limits import planning
 from hetlb.errors import ConfigError, InputError
 from hetlb.output_files import fleet_path
 from hetlb.tools.plan.check import check_split
@@ -20,9 +20,7 @@ from hetlb.tools.plan.disaggregation.split_report import document_of, gain_of, p
 from hetlb.tools.plan.disaggregation.split_search import SEARCH_S, find_exhaustively, search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
-from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.workloads import trace_rows
-from hetlb.tools.tables import plan_progress
 
 #: Largest cluster searched exhaustively, in GPUs.
 _MOST_EXHAUSTIVE_GPUS = 8
@@ -56,15 +54,12 @@ def run(args: argparse.Namespace) -> int:
     cost = _cost_model(args, cluster)
     if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE_GPUS:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE_GPUS} GPUs, got {cluster.gpus}")
-    began = time.monotonic()
-    interrupt = Interrupt()
     table = GroupTable(cluster, cost)
     # All plans of a small cluster are seen in about a second.
     every = cluster.gpus <= _MOST_EXHAUSTIVE_GPUS
-    limit_s = _time_limit(args, cluster)
-    limits = SolveLimits(deadline=began + limit_s, seed=args.seed, interrupt=interrupt)
-    searching = limits if args.simulate == 0 else replace(limits, deadline=began + _SEARCH_SHARE * limit_s)
-    with interrupt.catching(), plan_progress("planning") as progress:
+    with planning(args, "planning", _time_limit(args, cluster), seed=args.seed) as (limits, progress):
+        share = _SEARCH_SHARE if args.simulate else 1.0
+        searching = limits.within(share * limits.left_s)
 
         def show(best: float, bound: float) -> None:
             most = f", bound {bound:.5g}" if math.isfinite(bound) else ""
@@ -72,25 +67,23 @@ def run(args: argparse.Namespace) -> int:
             if math.isfinite(best):
                 progress.plan(f"best plan so far: {best:.4g} requests/s")
 
-        if every:
-            found = find_exhaustively(table, searching, show)
-        else:
-            found = search(table, searching, on_progress=show)
-    if not found.plans and interrupt.requested:
-        raise KeyboardInterrupt
-    if not found.plans:
-        raise ConfigError(f"{args.config}: {why_nothing(cluster)}")
-    solve_s = time.monotonic() - began
-    for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
-        check_split(cluster, each, cost.capacity)
-    # The plan that a search alone would simulate, and the best of all.
-    count = args.simulate + every if args.simulate else 0
-    with interrupt.catching(), plan_progress("simulating plans") as progress:
+        with searching.stopping():
+            find = find_exhaustively if every else search
+            found = find(table, searching, on_progress=show)
+        if not found.plans and limits.interrupted:
+            raise KeyboardInterrupt
+        if not found.plans:
+            raise ConfigError(f"{args.config}: {why_nothing(cluster)}")
+        solve_s = time.monotonic() - args.began_s
+        # The plan that a search alone would simulate, and the best of all.
+        count = args.simulate + every if args.simulate else 0
         progress.plan(f"best plan so far: {found.plans[0].throughput:.4g} requests/s, before simulation")
         plan, simulated = choose(cluster, found, limits, count)
+    for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
+        check_split(cluster, each, cost.capacity)
     servers = servers_of(cluster, plan)
     document = document_of(cluster, plan, found, servers, solve_s) | simulated
-    document |= {"cost_model": args.cost_model, "interrupted": interrupt.requested}
+    document |= {"cost_model": args.cost_model, "interrupted": limits.interrupted}
     document["gain"] = gain_of(document)
     if args.write_fleet is not None:
         heading = f"Written by `hetlb split` from {args.config.name}."

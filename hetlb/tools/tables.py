@@ -126,14 +126,15 @@ class PlanProgress:
     def at(self, words: str, done: int | None = None, total: int | None = None) -> None:
         """Show the phase, and how much of it is done."""
         self._change(description=words, completed=done or 0, total=total)
-        self._print()
+        self.tick()
 
     def plan(self, words: str) -> None:
         """Show a better plan, as soon as the command is a long one."""
         self._best = words
-        self._print()
+        self.tick()
 
-    def _print(self) -> None:
+    def tick(self) -> None:
+        """Print the best plan so far, if it is time to."""
         now = time.monotonic() - self._began
         if self._best != self._shown and now >= max(_QUIET_S, self._printed_s + _LINE_S):
             self._printed_s, self._shown = now, self._best

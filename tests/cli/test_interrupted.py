@@ -112,7 +112,7 @@ def test_a_planner_prints_its_best_plan(
             signal.raise_signal(signal.SIGINT)
         return time.monotonic()
 
-    monkeypatch.setattr(f"hetlb.cli.{arguments[0]}.SolveLimits", partial(SolveLimits, clock=clock))
+    monkeypatch.setattr("hetlb.cli.plan_limits.SolveLimits", partial(SolveLimits, clock=clock))
     assert main([*arguments, "--time-limit", "600", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["interrupted"]

@@ -21,6 +21,7 @@ from hetlb.tools.models.families import FAMILIES, model_type_of
 from hetlb.tools.models.model_facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plan.common.plan_tables import PlanModelTable, read_model
+from hetlb.tools.plan.common.remarks import remarks
 
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())
@@ -403,6 +404,10 @@ def test_sparse_attention_is_counted_in_the_rows_that_vllm_keeps(
     # A stated size of the cache is the engine's: its rows are in force no more.
     stated = PlanModelTable(name="m", config="config.json", kv_bytes_per_value=2.0)
     assert read_model(stated, tmp_path / "c.yaml", "model").kv_bytes_per_token == 85_888
+    plain = PlanModelTable(name="m", config="config.json")
+    said, unsaid = (remarks(read_model(each, tmp_path / "c.yaml", "model"), []) for each in (plain, stated))
+    rows = "the rows of vLLM's --kv-cache-dtype fp8_ds_mla, its default"
+    assert (said, unsaid) == ([f"KV cache of m: 48,068 bytes a token, {rows}"], [])
 
 
 #: Of `config.json` of Qwen3-VL-2B-Instruct: 2.13 billion parameters by its model card, 0.41 of images.

@@ -30,6 +30,7 @@ from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipel
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, losses, plan_placement
 from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch, _classes
+from hetlb.tools.sim.deadline import is_over
 
 LENGTHS = [(100, 20), (50, 40)]
 
@@ -188,8 +189,8 @@ class Known:
     def __init__(self, placement: Placement, flow: Flow) -> None:
         self._figure = 1000.0 - len(set(placement.values())) + flow.tokens_per_s / 1000.0
 
-    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
-        return None if limits.over else self._figure
+    def advance(self, window_s: float) -> float | None:
+        return None if is_over() else self._figure
 
 
 def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:

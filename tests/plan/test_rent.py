@@ -447,7 +447,8 @@ def test_no_offer_makes_a_plan_worse_and_plans_serve_what_they_promise(drawn: tu
     assert plan.bound >= plan.throughput
     for gpu in gpus:
         part = measured_plan(table, measured, set(gpus) - {gpu})
-        assert part is None or part.throughput <= plan.throughput * 1.005
+        # Plans within a thousandth are even: the cheaper is taken.
+        assert part is None or part.throughput <= plan.throughput * 1.001
 
 
 @settings(max_examples=4, deadline=None)
@@ -479,7 +480,7 @@ def test_an_offer_that_is_slower_and_dearer_changes_nothing(drawn: tuple[Table, 
         assert plan is found
         return
     assert "worse" not in found.counts
-    assert found.throughput == pytest.approx(plan.throughput, rel=0.005)
+    assert (found.counts, found.rates) == (plan.counts, plan.rates)
 
 
 @settings(max_examples=8, deadline=None)

@@ -21,6 +21,7 @@ from hetlb.tools.plan.common.plan_tables import Machine, Model
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.tp_search import NOT_MEASURED, Memory, Part, memory, search
 from hetlb.tools.plan.trace_throughput import Batch, pack, static_estimate
+from hetlb.tools.sim.deadline import look
 
 V100 = 34_359_738_368
 RESERVED = 2_147_483_648
@@ -190,11 +191,12 @@ def test_after_the_time_a_machine_has_the_degrees_that_were_measured() -> None:
     measured: list[str] = []
 
     def throughput(profile: Profile) -> float:
+        look()
         measured.append(profile.name)
         return 1.0
 
-    limits = SolveLimits(deadline=2.5, clock=Steps())
-    ranking = search(WHOLE, throughput, limits=limits)[BOX.kind]
+    with SolveLimits(deadline=2.5, clock=Steps()).stopping():
+        ranking = search(WHOLE, throughput)[BOX.kind]
     assert measured == ["p1", "p2"]
     assert [option.feasible for option in ranking] == [True, True, False, False]
     assert {option.reason for option in ranking[2:]} == {NOT_MEASURED}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
-from scipy.optimize import linprog
+import scipy  # its modules load at their first use: they take half a second
 
 from hetlb.errors import PlanError
 from hetlb.tools.models.degrees import refusal
@@ -237,7 +237,7 @@ def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -
     names = sorted(rates)
     modes = configuration.modes
     matrix = [[-mode.get(name, 0.0) for mode in modes] for name in names]
-    found = linprog([1.0] * len(modes), A_ub=matrix, b_ub=[-rates[name] for name in names])
+    found = scipy.optimize.linprog([1.0] * len(modes), A_ub=matrix, b_ub=[-rates[name] for name in names])
     return float(found.fun) if found.status == 0 else float("inf")
 
 

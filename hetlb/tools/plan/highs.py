@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetlb.errors import PlanError
+from hetlb.tools.sim.deadline import ends_when
 
 INFINITY = math.inf
 #: (incumbent objective, proven bound), either of them NaN before there is one.
@@ -83,6 +84,10 @@ class SolveLimits:
     def left_s(self) -> float:
         """Seconds until the deadline, 0 after an interrupt."""
         return 0.0 if self.interrupted else max(0.0, self.deadline - self.clock())
+
+    def stopping(self) -> AbstractContextManager[None]:
+        """Return a context: simulations inside stop once the limits are over."""
+        return ends_when(lambda: self.over)
 
     def within(self, seconds: float, gap: float | None = None) -> SolveLimits:
         """Return the same limits, with a deadline at most `seconds` from now, and another gap."""

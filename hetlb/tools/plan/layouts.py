@@ -24,12 +24,11 @@ from hetlb.tools.plan.common.composition import MOST_STAGES
 from hetlb.tools.plan.common.fleet_run import OVERLOAD, SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered
-from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.plan.tp_search import NO_LIMITS, Option, Part, Rankings, best_pipelines
+from hetlb.tools.plan.tp_search import Option, Part, Rankings, best_pipelines
 from hetlb.tools.plan.trace_throughput import Rows, RowSample, Throughputs
 from hetlb.tools.sim.alone import batch_of
-from hetlb.tools.sim.fleet_simulation import StoppedError
+from hetlb.tools.sim.deadline import StoppedError
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import steady_figures
 
@@ -124,12 +123,11 @@ class LayoutFleet:
     rows: Rows
     target: LayoutTarget
     seed: int = 0
-    limits: SolveLimits = NO_LIMITS
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> LayoutsWorth:
         """Return the instances of these layouts, by machine, under the default policy at a rate.
 
-        An infinite rate is more than they serve. Raises `StoppedError` after the limits.
+        An infinite rate is more than they serve. Raises `StoppedError` at the deadline.
         """
         servers, rate = self._servers(layouts), request_rate
         if math.isinf(request_rate):
@@ -145,8 +143,7 @@ class LayoutFleet:
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
         planned = arrivals(rows, rate, random.Random(self.seed), count)
-        outputs, over = [output for _, output in rows], lambda: self.limits.over
-        records = run_fleet(servers, planned, outputs, seed=self.seed, stopped=over).records
+        records = run_fleet(servers, planned, [output for _, output in rows], seed=self.seed).records
         met = self.target.slo.share_met(records)
         tokens_s = steady_figures(records)["total_token_throughput"]
         goodput = met * request_rate if math.isfinite(request_rate) else 0.0
@@ -283,7 +280,6 @@ def lay_out(
     rankings: Rankings,
     throughputs: Throughputs,
     most_stages: int | None,
-    limits: SolveLimits = NO_LIMITS,
 ) -> LayoutsFound:
     """Return the layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
@@ -296,9 +292,9 @@ def lay_out(
             layouts = layouts_of(machine.gpus, list(found), partly=False)
             whole = any(gpus_of(each) == machine.gpus for each in layouts)
             stages = 1 if whole else min(MOST_STAGES, machine.gpus)
-        pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)], limits)
+        pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)])
         instances[kind] = found | {option.part: option for option in pipelines}
-    fleet = LayoutFleet(cluster.machines, instances, sample.rows, target, limits=limits)
+    fleet = LayoutFleet(cluster.machines, instances, sample.rows, target)
     # Each machine gets a share of the rate in proportion to its most.
     most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
     total = sum(most[machine.kind] for machine in cluster.machines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,6 +23,7 @@ from hetlb.tools.plan.market import Market
 from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
 from hetlb.tools.plan.throughput import Measured
 from hetlb.tools.plan.workloads import Clustering, RequestType, cluster
+from hetlb.tools.sim.deadline import StoppedError
 
 #: Limits of a plan that only says which configurations are measured first, and the most of them.
 _QUICK_S, _QUICK_GAP, _QUICK_PLANS = 2.0, 0.02, 8
@@ -167,30 +169,28 @@ def measure_table(
     ratios: dict[str, float] = {}
 
     def measure(name: str) -> None:
-        before = pending.pop(name)
+        before = pending[name]
         known[name] = measured_on_mix(problem, before, measured)
+        del pending[name]
         if before_rate := mix_rate(problem, before):
             ratios[name] = (known[name].mix_rate or 0.0) / before_rate
         on_measured(total - len(pending), total)
 
-    for _ in range(_QUICK_PLANS):
-        if limits.over or not pending:
-            break
-        usual = statistics.median(ratios.values()) if ratios else 1.0
-        guessed = [_scaled(each, usual) if each.name in pending else each for each in known.values()]
-        guess = first_plan(replace(problem, configurations=tuple(guessed)), limits)
-        wanted = [] if guess is None else [name for name in guess.counts if name in pending]
-        for name in wanted:
-            if not limits.over:
+    with suppress(StoppedError), limits.stopping():
+        for _ in range(_QUICK_PLANS):
+            usual = statistics.median(ratios.values()) if ratios else 1.0
+            guessed = [_scaled(each, usual) if each.name in pending else each for each in known.values()]
+            guess = first_plan(replace(problem, configurations=tuple(guessed)), limits)
+            wanted = [] if guess is None else [name for name in guess.counts if name in pending]
+            for name in wanted:
                 measure(name)
-        if not wanted:
-            break
-    while pending and not limits.over:
-        measure(next(iter(pending)))
-    best_first = sorted(known.values(), key=partial(_promise, problem))
-    for each in best_first:
-        if each.mix_rate is not None and not limits.over:
-            known[each.name] = _alone(problem, each, measured)
+            if not wanted:
+                break
+        for name in list(pending):
+            measure(name)
+        for each in sorted(known.values(), key=partial(_promise, problem)):
+            if each.mix_rate is not None:
+                known[each.name] = _alone(problem, each, measured)
     models = {each.model for each in known.values() if each.name not in pending}
     kept = [each for name, each in known.items() if name not in pending or each.model not in models]
     # A model that nothing affordable serves: its configurations say what is missing.

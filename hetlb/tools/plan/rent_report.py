@@ -18,7 +18,7 @@ from hetlb.tools.plan.rent_program import RentPlan, SolvedPlan, prune
 from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 from hetlb.tools.plan.replan import Replanned
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.sim.fleet_simulation import StoppedError
+from hetlb.tools.sim.deadline import StoppedError
 from hetlb.tools.tables import document_table, print_report
 from hetlb.tools.tables import table as grid
 
@@ -148,8 +148,8 @@ def simulated_document(
     found: dict[str, Any] = {"simulated": None, "targets": None}
     if not table.simulated or limits.over:
         return found
-    simulate = partial(simulate_plan, table, plan, seed=seed, stopped=lambda: limits.over)
-    with contextlib.suppress(StoppedError):
+    simulate = partial(simulate_plan, table, plan, seed=seed)
+    with contextlib.suppress(StoppedError), limits.stopping():
         if slo is not None:
             found["targets"] = _targets(plan, slo, simulate)
         # The worth of instances divides the types; where mixed types serve more together, it is left out.

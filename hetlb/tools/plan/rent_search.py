@@ -4,7 +4,8 @@ The program knows of each configuration what was measured: each type alone, the 
 earlier plans. In between it interpolates, so that what a plan promises is not what it serves. Every plan is
 therefore measured, and the answer is the best measured one of all rounds. An instance may serve less of a
 mix than by turns, which no linear program describes: a program may miss a plan of fewer offers that is
-better. So each part of the market is planned by itself, too, with and without pipelines.
+better. So each part of the market is planned by itself, too, with and without pipelines: offers that are
+taken away leave parts that were planned already, and an offer that no best plan rents changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -30,6 +32,7 @@ from hetlb.tools.plan.rent_program import (
     relaxation,
 )
 from hetlb.tools.plan.throughput import Measured
+from hetlb.tools.sim.deadline import StoppedError, look
 
 #: Rounds of measuring a plan's mixes and planning anew, and the relative difference that ends them.
 _MOST_ROUNDS = 5
@@ -76,14 +79,17 @@ class PlanSearch:
         self._on_progress = on_progress
         self._on_best = on_best
         self._rows = {kind.name: kind.rows for kind in table.problem.workloads}
-        #: Measured mixes by configuration: requests/s of each type.
-        self._mixes: dict[str, list[Mapping[str, float]]] = {}
-        #: Plans by the configurations that they were chosen of.
+        #: Measured mixes (requests/s of each type) by the GPUs of a part and by configuration.
+        self._mixes: dict[frozenset[str], dict[str, list[Mapping[str, float]]]] = {}
+        #: GPUs of the parts of which mixes are known to the plan in the making; the largest come last.
+        self._scopes: list[frozenset[str]] = []
+        #: Plans by their configurations and by the use of smaller parts' mixes.
         self._known: dict[tuple[object, ...], MeasuredPlan | None] = {}
 
     @property
     def problem(self) -> Problem:
         """Return the table's problem with everything that was measured."""
+        self._scopes = list(self._mixes)
         return self._with_mixes(self._table.problem)
 
     def solved(self) -> SolvedPlan:
@@ -93,8 +99,11 @@ class PlanSearch:
             plan = decompose.solve(table.problem, self.limits, self._on_progress)
             check_rent(table.problem, plan)
             return SolvedPlan(table.problem, plan)
-        self._run()
-        assert self.best is not None
+        with suppress(StoppedError), self.limits.stopping():
+            self._run()
+        if self.best is None:  # no time was left to measure one
+            late = SolveLimits(_LATE_GAP, time.monotonic() + _LATE_S)
+            self.best = MeasuredPlan(decompose.solve(table.problem, late))
         problem, plan = self.problem, self.best.plan
         bound = _bound(problem, self.limits)
         if problem.request_rate is None:
@@ -107,35 +116,53 @@ class PlanSearch:
     def plan_of(self, problem: Problem) -> RentPlan | None:
         """Return the plan of another problem, measured if this one is; None if there is none, or no time."""
         if self._table.simulated:
-            found = None if self.limits.over else self.best_of(problem)
-            return None if found is None else found.plan
+            with suppress(StoppedError), self.limits.stopping():
+                found = self.best_of(problem)
+                return None if found is None else found.plan
+            return None
         try:
             return decompose.solve(problem, self.limits)
         except PlanError:
             return None
 
     def _run(self) -> None:
-        """Plan the market and its parts; `best` is the best. Raises `PlanError` if there is no plan."""
-        problem = self._table.problem
-        self._take(self.best_of(problem, required=True))
-        for part in _parts(problem):
-            if self.limits.over:
-                break
-            self._take(self.best_of(part))
-        # The whole again, with the mixes of all the parts.
-        for _ in range(_MOST_ROUNDS):
-            before = self.best
-            if self.limits.over:
-                break
-            self._take(self._round(self.problem)[0])
-            if self.best is before:
-                break
+        """Plan the market and its parts; `best` is the best. Raises `PlanError` if there is no plan.
 
-    def best_of(self, problem: Problem, *, required: bool = False) -> MeasuredPlan | None:
-        """Return the best measured plan of a problem, by its own rounds alone; None if it has none."""
-        key = tuple(c.name for c in problem.configurations), tuple(sorted(problem.available.items()))
+        Only measurements of a part and of smaller parts decide on its plan, so that an offer more changes
+        no plan of the others. A plan that leaves GPUs of its part unused is of a smaller part.
+        """
+        whole = self._table.problem
+        self._take(self.best_of(whole, required=True))
+        best: MeasuredPlan | None = None
+        for part in _parts(whole):
+            for informed in (False, True):
+                found = self.best_of(part, informed=informed)
+                if found is not None and _gpus(part, found.plan.counts) == _gpus(part):
+                    best = better(whole, best, found)
+                    self._take(found)
+        for each in (*by_degree(whole).values(), uniform(whole)):
+            best = better(whole, best, self.best_of(each))
+        self.best = best or self.best
+
+    def best_of(
+        self, problem: Problem, *, required: bool = False, informed: bool = False
+    ) -> MeasuredPlan | None:
+        """Return the best measured plan of a problem, None if it has none. Raises `StoppedError`.
+
+        `informed`: planned with the mixes of all parts of it, too.
+        """
+        own = _gpus(problem)
+        key = (
+            tuple(c.name for c in problem.configurations),
+            tuple(sorted(problem.available.items())),
+            informed,
+        )
         if key not in self._known:
-            self._known[key] = self._rounds(problem, required=required)
+            self._mixes.setdefault(own, {})
+            parts = sorted((each for each in self._mixes if each < own), key=lambda s: (len(s), sorted(s)))
+            self._scopes = [*(parts if informed else ()), own]
+            rounds = self._informed if informed else self._rounds
+            self._known[key] = rounds(problem, required=required)
         return self._known[key]
 
     def _rounds(self, problem: Problem, *, required: bool) -> MeasuredPlan | None:
@@ -147,8 +174,6 @@ class PlanSearch:
         for configurations in starts[: 1 + (starts[0] != starts[1])]:
             working = replace(problem, configurations=configurations)
             for _ in range(_MOST_ROUNDS):
-                if best is not None and self.limits.over:
-                    break
                 try:
                     found, corrected = self._round(working)
                 except PlanError:
@@ -163,16 +188,25 @@ class PlanSearch:
                 working = corrected
         return best
 
+    def _informed(self, problem: Problem, *, required: bool = False) -> MeasuredPlan | None:
+        best: MeasuredPlan | None = None
+        for _ in range(_MOST_ROUNDS):
+            try:
+                found = better(problem, best, self._round(self._with_mixes(problem))[0])
+            except PlanError:
+                break
+            if found is best:
+                break
+            best = found
+        return best
+
     def _round(self, working: Problem) -> tuple[MeasuredPlan, Problem | None]:
         """Return the measured plan of a program, and the program corrected; None if both agree."""
-        if self.limits.over:  # and nothing is known yet: a plan of what rates there are, not measured
-            plan = decompose.solve(working, SolveLimits(_LATE_GAP, time.monotonic() + _LATE_S))
-            return MeasuredPlan(plan), None
+        look()
         plan = decompose.solve(working, self.limits, self._on_progress)
-        check_rent(working, plan)
         found, ratios = self._measure(working, plan)
         for _ in range(_MOST_ROUNDS):  # the same instances, the requests divided by measured rates
-            divided = None if self.limits.over else assign(self._with_mixes(working), found.plan.counts)
+            divided = assign(self._with_mixes(working), found.plan.counts)
             if divided is None or divided.throughput <= found.plan.throughput * (1.0 + _EVEN_SHARE):
                 break
             again = self._measure(working, divided)[0]
@@ -187,7 +221,7 @@ class PlanSearch:
     def _corrected(self, c: Configuration, ratio: float | None) -> Configuration:
         """Return a configuration with its mixes, or with less of everything if a mix served less."""
         if ratio is None or ratio >= 1.0:
-            return c if ratio is None else replace(c, mixes=tuple(self._mixes[c.name]))
+            return c if ratio is None else replace(c, mixes=tuple(self._known_mixes(c.name)))
         return replace(
             c,
             throughput={name: rate * ratio for name, rate in c.throughput.items()},
@@ -204,7 +238,7 @@ class PlanSearch:
         ratios: dict[str, float] = {}
         for name, count in plan.counts.items():
             c = known[name]
-            rates = {kind: rate for (kind, own), rate in plan.rates.items() if own == name}
+            rates = {kind: rate for (kind, at), rate in plan.rates.items() if at == name}
             whole = math.fsum(rates.values())
             if c.profile is None or whole <= 0.0:
                 kept = min(kept, 1.0)
@@ -214,19 +248,21 @@ class PlanSearch:
             kept = min(kept, served * count / whole)
             # Idle parts of the plan are no disagreement: the number of instances is whole.
             ratios[name] = served * c.load(rates) / whole
-            self._mixes.setdefault(name, []).append(
-                {kind: served * rate / whole for kind, rate in rates.items()}
-            )
+            own = self._mixes[self._scopes[-1]].setdefault(name, [])
+            own.append({kind: served * rate / whole for kind, rate in rates.items()})
         if working.request_rate is not None or kept == INFINITY:
             return MeasuredPlan(plan, min(kept, 1.0)), ratios
         brought = {key: rate * kept for key, rate in plan.rates.items()}
         return MeasuredPlan(replace(plan, rates=brought, throughput=plan.throughput * kept)), ratios
 
+    def _known_mixes(self, name: str) -> list[Mapping[str, float]]:
+        return [mix for scope in self._scopes for mix in self._mixes[scope].get(name, ())]
+
     def _with_mixes(self, problem: Problem) -> Problem:
         """Return a problem with everything that was measured of its configurations."""
         found = []
         for c in problem.configurations:
-            mixes = (*c.mixes, *self._mixes.get(c.name, ()))
+            mixes = (*c.mixes, *self._known_mixes(c.name))
             unique = {tuple(sorted(mix.items())): mix for mix in mixes if len(mix) > 1}
             # A type alone may be an estimate until then: time was short.
             alone = {name: rate for mix in mixes if len(mix) == 1 for name, rate in mix.items()}
@@ -267,6 +303,13 @@ def _known_mix(problem: Problem, c: Configuration, *, careful: bool) -> Configur
     return replace(c, mixes=(*c.mixes, {kind.name: c.mix_rate * kind.share / share for kind in own}))
 
 
+def _gpus(problem: Problem, counts: Mapping[str, int] | None = None) -> frozenset[str]:
+    """Return the kinds of GPUs of a problem, or of a plan of it."""
+    known = problem.by_name
+    names = known if counts is None else counts
+    return frozenset(gpu for name in names for gpu in known[name].gpus)
+
+
 def _parts(problem: Problem) -> Iterator[Problem]:
     """Yield the problem with fewer offers, the fewest first, each with and without pipelines."""
     every = problem.configurations
@@ -278,8 +321,6 @@ def _parts(problem: Problem) -> Iterator[Problem]:
             part = replace(problem, configurations=tuple(c for c in every if set(c.gpus) <= set(chosen)))
             yield part
             yield without_pipelines(part)
-    yield from by_degree(problem).values()
-    yield uniform(problem)
 
 
 def make_plan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -141,11 +141,10 @@ def simulate_plan(
     seed: int = 0,
     load: float = OVERLOAD,
     plain: bool = False,
-    stopped: Callable[[], bool] | None = None,
 ) -> SimulatedFleet:
     """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles.
 
-    `plain`: the policy knows nothing of the plan. Raises `StoppedError` once `stopped` is true.
+    `plain`: the policy knows nothing of the plan.
     """
     kinds, engines = table.problem.workloads, engines_of(table.problem, plan)
     follows = table.lengths_known and not plain
@@ -156,7 +155,6 @@ def simulate_plan(
         types=planned_types(plan, kinds) if follows else (),
         worth=worth_of(table.problem, plan) if follows else (),
         seed=seed,
-        stopped=stopped,
     )
     rate, makespan_s = math.inf, 0.0
     records: list[RequestResult] = []

@@ -29,6 +29,7 @@ from hetlb.inputs.yaml_file import NonNegative
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.alone import batch_of, full_part
+from hetlb.tools.sim.deadline import look
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
@@ -237,7 +238,7 @@ class Measured:
         return self.of_mix(profile, [(1.0, kind.rows)], stages)
 
     def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
-        """Return the requests/s of all types of a mix together."""
+        """Return the requests/s of all types of a mix together. Raises `StoppedError` at the deadline."""
         total = math.fsum(share for share, _ in mix)
         # Proportions to three digits: further ones are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), rows) for share, rows in mix]
@@ -245,6 +246,7 @@ class Measured:
         of = self._digest(profile, engine_of), self._digest(stages)
         key = hashlib.sha256(repr((_engine_digest(), of, parts, self.slo)).encode()).hexdigest()
         if key not in self._known:
+            look()
             if self.slo is None:
                 rate = saturated_rate(engine_of(profile), rounded, stages)
             else:

@@ -36,10 +36,9 @@ from hetlb.tools.plan.common.data_parallel import (
     rank_bytes,
 )
 from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
-from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.throughput import Mix, with_bubbles
+from hetlb.tools.sim.deadline import StoppedError
 
-NO_LIMITS: Final = SolveLimits()
 #: Reason of an option for which no time was left.
 NOT_MEASURED: Final = "not measured: no time was left"
 #: Seconds per batch of the link between stages inside a machine.
@@ -153,18 +152,16 @@ def search(
     cluster: Cluster,
     throughput: Throughput,
     on_option: Callable[[Machine, Option], None] = lambda machine, option: None,
-    limits: SolveLimits = NO_LIMITS,
 ) -> dict[tuple[object, ...], list[Option]]:
     """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none.
 
-    After the limits a kind of machine with a feasible option has no further one measured.
+    What the deadline leaves no time for is not measured.
     """
     rankings = {}
     for kind, machine in {machine.kind: machine for machine in cluster.machines}.items():
         options: list[Option] = []
         for part in parts(cluster, machine):
-            late = limits.over and any(option.feasible for option in options)
-            options.append(_option(cluster, machine, part, throughput, [], late=late))
+            options.append(_option(cluster, machine, part, throughput, []))
             on_option(machine, options[-1])
         options.sort(key=lambda option: (not option.feasible, -whole_tok_s(machine, option), option.part))
         rankings[kind] = options
@@ -182,14 +179,13 @@ def best_pipelines(
     throughput: Throughput,
     most_stages: int,
     mix: Mix,
-    limits: SolveLimits = NO_LIMITS,
 ) -> list[Option]:
     """Return the best pipeline of every number of GPUs, with its bubbles on this mix."""
     best: dict[int, Option] = {}
     for stages in range(2, most_stages + 1):
         for degree in machine.profiles:
             part = Part(degree, stages)
-            if part.gpus > machine.gpus or limits.over:
+            if part.gpus > machine.gpus:
                 continue
             option, known = _option(cluster, machine, part, throughput, mix), best.get(part.gpus)
             if option.feasible and (known is None or option.throughput_tok_s > known.throughput_tok_s):
@@ -197,16 +193,17 @@ def best_pipelines(
     return list(best.values())
 
 
-def _option(
-    cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix, *, late: bool = False
-) -> Option:
+def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix) -> Option:
     room = memory(cluster, machine, part)
-    if reason := _misfit(cluster, machine, part, room) or (NOT_MEASURED if late else ""):
+    if reason := _misfit(cluster, machine, part, room):
         return Option(part, room, reason)
-    profile = _profile(cluster, machine, part, room.kv_cache_tokens // part.data_parallel_size, mix)
-    if profile is None:
-        return Option(part, room, f"no profile for {part.name}, and no peak figures of {machine.gpu}")
-    tokens_s = throughput(profile)
+    try:
+        profile = _profile(cluster, machine, part, room.kv_cache_tokens // part.data_parallel_size, mix)
+        if profile is None:
+            return Option(part, room, f"no profile for {part.name}, and no peak figures of {machine.gpu}")
+        tokens_s = throughput(profile)
+    except StoppedError:
+        return Option(part, room, NOT_MEASURED)
     if not (math.isfinite(tokens_s) and tokens_s > 0):
         where = f"{machine.name}, {part.name}"
         raise PlanError(f"{where}: expected a throughput above 0, got {tokens_s}")

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.cluster.vq import kmeans2
 
 from hetlb.tools.workload.trace_formats import read_trace
 
@@ -99,7 +99,7 @@ def _best_labels(points: NDArray[np.float64], count: int, seed: int) -> NDArray[
         rng = np.random.default_rng((seed, start))
         with warnings.catch_warnings():  # of fewer clusters than were asked for
             warnings.filterwarnings("ignore", message=".*clusters is empty")
-            centres, labels = kmeans2(points, count, iter=_STEPS, minit="++", seed=rng)
+            centres, labels = scipy.cluster.vq.kmeans2(points, count, iter=_STEPS, minit="++", seed=rng)
         spread = float(((points - centres[labels]) ** 2).sum())
         if spread < least:
             best, least = labels, spread

@@ -15,8 +15,8 @@ from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
 from hetlb.balancer.config.profile_file import PhaseReport, fit_warnings
 from hetlb.balancer.core.latency import LatencyModel
@@ -388,7 +388,7 @@ def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
     terms = np.stack([batch * length, batch, longest * passes, passes])
     # Every term is scaled to the size of the answer: the system is well conditioned then.
     scale = np.median(seconds) / terms.max(axis=1)
-    shares, _ = nnls((terms.T * scale) / seconds[:, None], np.ones(len(points)))
+    shares, _ = scipy.optimize.nnls((terms.T * scale) / seconds[:, None], np.ones(len(points)))
     shares = np.where(shares < 1e-9, 0.0, shares)  # rounding, not work
     k1, k2, k3, k4 = (float(value) for value in shares * scale)
     return k1, k2, k3, k4
@@ -431,9 +431,9 @@ def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
         return passes * dense + bend * bend_0 * quadratic
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OptimizeWarning)
+        warnings.simplefilter("ignore", scipy.optimize.OptimizeWarning)
         try:
-            best, _ = curve_fit(
+            best, _ = scipy.optimize.curve_fit(
                 model,
                 batch,
                 seconds,
@@ -575,7 +575,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
     rises = [(batch >= each).astype(float) for each in batches]
     terms = np.stack([batch * length, length, *rises], axis=1) / seconds[:, None]
     scale = np.maximum(terms.max(axis=0), 1e-300)
-    shares, _ = nnls(terms / scale, np.ones(len(points)))
+    shares, _ = scipy.optimize.nnls(terms / scale, np.ones(len(points)))
     constants = [float(value) for value in shares / scale]
     own = [float(value) for value in np.cumsum(constants[2:])]
     if own[0] <= 0.0:
@@ -623,7 +623,9 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
         off = np.array([mixed_s(model, p) for p in points]) / seconds - 1.0
         return np.concatenate([off / doubt, _SURE_ERROR * logs])
 
-    best = least_squares(residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05)
+    best = scipy.optimize.least_squares(
+        residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05
+    )
     return MixedTerm(*(float(value) for value in start * np.exp(best.x)))
 
 

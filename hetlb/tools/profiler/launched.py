@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from hetlb.balancer.core.step_times import LAUNCH_EXPONENT, LaunchTime, PnormPrefill, in_tiles
 from hetlb.errors import ProfileError
@@ -100,7 +100,9 @@ def _fit(
 
     bounds = ([1e-6, 1e-6, 1.0, 0.0, 0.0, 0.0], [np.inf, np.inf, 12.0, np.inf, np.inf, np.inf])
     fits = [
-        least_squares(off, [0.5, 0.9, 2.0, 0.1, 0.5, start], bounds=bounds, loss="soft_l1", f_scale=0.03)
+        scipy.optimize.least_squares(
+            off, [0.5, 0.9, 2.0, 0.1, 0.5, start], bounds=bounds, loss="soft_l1", f_scale=0.03
+        )
         for start in _STARTS
     ]
     best = min(fits, key=lambda each: each.cost).x

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from hetlb.tools.sim.deadline import LOOK_EVENTS, look
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
@@ -86,7 +87,7 @@ def full_part(
 
     It begins when `batch` sequences have ended, and ends when no sequence waits any more. The first `batch`
     begin at random points of their answers: else all of them would end, and be replaced, at the same time.
-    The whole run is returned if no sequence waits by then.
+    The whole run is returned if no sequence waits by then. Raises `StoppedError` at the deadline.
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:
@@ -96,7 +97,10 @@ def full_part(
     count, now, finished = len(sequences), 0.0, 0
     begun: tuple[float, int] | None = None
     last = (0.0, 0)
-    for now, ended in engine.run() if isinstance(engine, StagedEngine) else _run(engine):
+    steps = engine.run() if isinstance(engine, StagedEngine) else _run(engine)
+    for taken, (now, ended) in enumerate(steps):
+        if taken % LOOK_EVENTS == 0:
+            look()
         finished += ended
         if waiting := engine.waiting:
             last = (now, count - waiting)

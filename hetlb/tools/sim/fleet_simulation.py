@@ -34,6 +34,7 @@ from hetlb.balancer.core.types import (
     Role,
 )
 from hetlb.options.split.hand_overs import HandOvers
+from hetlb.tools.sim.deadline import LOOK_EVENTS, look
 from hetlb.tools.sim.engine_sequence import SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.fleet_engine import (
@@ -76,10 +77,6 @@ _REJECTED = {
 }
 
 
-class StoppedError(Exception):
-    """A run that was stopped before its end."""
-
-
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
@@ -88,8 +85,8 @@ class FleetSimulation:
     of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
     old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
     the requests' by name, the default first. `links` carry KV caches between the instances; without
-    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it. `stopped` is
-    asked at every scrape: once it is true, the run raises `StoppedError`.
+    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it. A run
+    raises `StoppedError` at its deadline (`deadline.py`).
     """
 
     def __init__(
@@ -106,10 +103,8 @@ class FleetSimulation:
         history: Sequence[PlannedRequest] = (),
         links: KvLinks | None = None,
         classes: Mapping[str, ServiceClass] | None = None,
-        stopped: Callable[[], bool] | None = None,
     ) -> None:
         setup = self._setup = _choosing_ranks(setup, engines)
-        self._stopped = stopped
         self._events = EventQueue(start_s)
         self._classes = classes or {}
         self._default_class = next(iter(self._classes.values()), UNSTATED)
@@ -172,8 +167,11 @@ class FleetSimulation:
         self._events.push(self._events.now, SCRAPE, None)
         if self._series is not None:
             self._events.push(self._events.now, LOOK, self._series)
-        handlers = self._handlers
+        handlers, taken = self._handlers, 0
         while self._open and (event := self._events.pop()) is not None:
+            taken += 1
+            if taken % LOOK_EVENTS == 0:
+                look()
             _, kind, _, payload = event
             handlers[kind](payload)
         assert self._open == 0, f"{self._open} requests never ended"
@@ -271,8 +269,6 @@ class FleetSimulation:
                 scheduler.on_instance(ModelsLearned(spec.name, names, self._adapters), self._events.now)
 
     def _on_scrape(self, _: None) -> None:
-        if self._stopped is not None and self._stopped():
-            raise StoppedError
         schedulers = self._scraped()
         for name, ranks in self._engines.items():
             models = [engine.model for engine in ranks]

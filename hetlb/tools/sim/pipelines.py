@@ -33,6 +33,7 @@ from hetlb.balancer.core.types import Outcome, Reject, Request
 from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathCommand, PathScheduler
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
+from hetlb.tools.sim.deadline import LOOK_EVENTS, is_over
 from hetlb.tools.sim.event_queue import EventQueue
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 #: Seconds between an event and the query of an offline load it calls for.
 FEED_DELAY_S: Final = 0.1
-#: Events between looks at whether a run is to stop.
-_LOOK_EVENTS: Final = 2048
 #: Requests between checks of the fill of a cluster that begins full; seed of its answers' positions.
 _FILL_LOOK_REQUESTS: Final = 8
 _FILL_SEED: Final = 1
@@ -267,13 +266,12 @@ class PipelineSimulation:
         *,
         frames: bool = False,
         watch: Callable[[PathLease], object] | None = None,
-        stop: Callable[[], bool] | None = None,
     ) -> None:
         """`lengths` gives prompt and output tokens of each request; `watch` is told every lease.
 
-        If `stop` returns true, the run ends. Its result covers the window until then. With `frames` all that
-        a batch has for one receiver travels together, as `hetlb stage` sends it; else every request is a
-        message of its own (Helix).
+        A run ends at its deadline (`deadline.py`); the result covers the window until then. With `frames` all
+        that a batch has for one receiver travels together, as `hetlb stage` sends it; else every request is
+        a message of its own (Helix).
         """
         self._network = network
         self._scheduler = scheduler
@@ -282,7 +280,6 @@ class PipelineSimulation:
         self._copy_s = network.activation_bytes / COPY_BYTES_PER_S
         self._frames = frames
         self._watch = watch
-        self._stop = stop
         self._nodes = {stage.name: _Node(stage, _entries(network, stage)) for stage in network.stages}
         self._nics_out = {stage.name: _Nic(1.0 / stage.nic_out_bytes_per_s) for stage in network.stages}
         self._nics_in = {stage.name: _Nic(1.0 / stage.nic_in_bytes_per_s) for stage in network.stages}
@@ -370,11 +367,11 @@ class PipelineSimulation:
 
     def _go_on(self) -> PipelineResult:
         """Take events until the end of the window."""
-        events, stop, begin, end = self._events, self._stop, self._begin, self._end
+        events, begin, end = self._events, self._begin, self._end
         while (event := events.pop(end)) is not None:
             now, kind, _, what = event
             self._taken += 1
-            if stop is not None and self._taken % _LOOK_EVENTS == 0 and stop():
+            if self._taken % LOOK_EVENTS == 0 and is_over():
                 self._result.window_s = max(0.0, now - begin)
                 break
             if kind == _TOKEN:

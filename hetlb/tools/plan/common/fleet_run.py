@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetlb.balancer.core.length_samples import LengthDistribution
@@ -51,12 +51,8 @@ def run_fleet(
     types: tuple[PlannedType, ...] = (),
     links: KvLinks | None = None,
     seed: int = 0,
-    stopped: Callable[[], bool] | None = None,
 ) -> FleetResult:
-    """Serve the requests without limits of the queue; `outputs` are the lengths that the predictor knows.
-
-    Raises `StoppedError` once `stopped` is true.
-    """
+    """Serve the requests without limits of the queue; `outputs` are the lengths that the predictor knows."""
     specs = []
     for server in servers:
         limits, ranks = server.engine.limits, server.engine.ranks
@@ -88,4 +84,4 @@ def run_fleet(
         seed=seed,
     )
     engines = {server.name: server.engine for server in servers}
-    return FleetSimulation(setup, engines, requests, model=model, links=links, stopped=stopped).run()
+    return FleetSimulation(setup, engines, requests, model=model, links=links).run()

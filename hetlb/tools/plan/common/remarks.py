@@ -41,11 +41,14 @@ def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
         if profile.model is not None and other_model(model, profile):
             key = profile.model.name, profile.model.kv_bytes_per_token
             others.setdefault(key, []).append(profile.name)
-    lines = list(model.notes)
+    lines, cache = list(model.notes), model.known.allocated
+    if model.known.kv_cache_dtype and cache != model.known.needed:
+        rows = f"vLLM's --kv-cache-dtype {model.known.kv_cache_dtype}, its default"
+        lines.append(f"KV cache of {model.name}: {cache.per_token:,.0f} bytes a token, the rows of {rows}")
     for (name, size), own in others.items():
-        cache = f", {size:,} bytes of cache a token" if size else ""
+        held = f", {size:,} bytes of cache a token" if size else ""
         more = f" and {len(own) - 1} more" if len(own) > 1 else ""
-        lines.append(f"{own[0]}{more}: a profile of {name}{cache}, not of {model.name}")
+        lines.append(f"{own[0]}{more}: a profile of {name}{held}, not of {model.name}")
     lines += dict.fromkeys(each.other_discipline for each in profiles.values() if each.other_discipline)
     return lines
 

@@ -50,6 +50,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
 )
 from hetlb.tools.plan.throughput import bubbles, slowed
 from hetlb.tools.profiler.sources import ACTIVATION_BYTES
+from hetlb.tools.sim.deadline import StoppedError
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
@@ -137,14 +138,17 @@ class GroupTable:
         return self._ranked[key]
 
     def _find(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group of the first similar composition."""
+        """Return the best group of the first similar composition; after the deadline the best known one."""
         key = self._alike(composition), role
         if key not in self._best:
             best, most = None, 0.0
             for group in self._promising(*key):
                 if group.capacity <= most:
                     break
-                capacity = self._cost.capacity(group.stages, role, group.kv_cache_tokens)
+                try:
+                    capacity = self._cost.capacity(group.stages, role, group.kv_cache_tokens)
+                except StoppedError:
+                    return best
                 if capacity > most:
                     best, most = replace(group, capacity=capacity), capacity * (1.0 + 1e-12)
             self._best[key] = best

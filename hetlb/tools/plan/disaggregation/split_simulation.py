@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
 from hetlb.tools.plan.disaggregation.split_cluster import RequestLengths, Role, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
 from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.sim.deadline import StoppedError
 from hetlb.tools.sim.kv_links import KvLinks, KvPath
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, steady_figures
@@ -125,12 +127,10 @@ def judge(
     *,
     seed: int = 0,
 ) -> list[Judged]:
-    """Return plans by simulated throughput, the best first; at least one, no more than time allows."""
+    """Return plans by simulated throughput, the best first; no more than time allows."""
     judged: list[Judged] = []
-    for plan in plans:
-        if judged and limits.over:
-            break
-        judged.append((plan, simulate_plan(cluster, plan, cost, seed=seed)))
+    with suppress(StoppedError), limits.stopping():
+        judged.extend((plan, simulate_plan(cluster, plan, cost, seed=seed)) for plan in plans)
     return sorted(judged, key=lambda each: -each[1].request_throughput)
 
 
@@ -147,17 +147,20 @@ def choose(
         return best, figures
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
-    if colocated is not None and not limits.over:
+    if colocated is not None:
         # At the load of the best split plan, its limit is what it serves.
         rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
-        by_policy = {
-            policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
-            for policy in ("hetlb", "rr")
-        }
-        judged.append((colocated, by_policy["hetlb"]))
-        figures["colocated"]["simulated"] = {
-            policy: each.request_throughput for policy, each in by_policy.items()
-        }
+        with suppress(StoppedError), limits.stopping():
+            by_policy = {
+                policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
+                for policy in ("hetlb", "rr")
+            }
+            judged.append((colocated, by_policy["hetlb"]))
+            figures["colocated"]["simulated"] = {
+                policy: each.request_throughput for policy, each in by_policy.items()
+            }
+    if not judged:
+        return best, figures
     chosen, result = simplest(judged)
     figures["simulated"] = {
         "request_throughput": result.request_throughput,

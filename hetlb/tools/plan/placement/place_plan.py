@@ -66,11 +66,13 @@ class PlacementSimulator:
         self, placement: Placement, flow: Flow, seconds: float, limits: SolveLimits
     ) -> PipelineResult | None:
         """Simulate, with every path checked; None where the limits ended it too early. Raises `PlanError`."""
-        simulation = self.simulation(placement, flow, lambda: limits.over)
-        if math.isinf(self.rate):
-            result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
-        else:
-            result = simulation.run_online(self.arrivals(seconds), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        simulation = self.simulation(placement, flow)
+        with limits.stopping():
+            if math.isinf(self.rate):
+                result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
+            else:
+                arrivals = self.arrivals(seconds)
+                result = simulation.run_online(arrivals, warm_up_s=_WARM_UP_S, measured_s=seconds)
         return result if result.window_s >= _LEAST_WINDOW_SHARE * seconds else None
 
     def arrivals(self, seconds: float) -> list[float]:
@@ -79,7 +81,7 @@ class PlacementSimulator:
         gaps = gaps_s(count, self.rate, 1.0, random.Random(self.seed))
         return list(itertools.accumulate(gaps, initial=0.0))
 
-    def simulation(self, placement: Placement, flow: Flow, stop: Callable[[], bool]) -> PipelineSimulation:
+    def simulation(self, placement: Placement, flow: Flow) -> PipelineSimulation:
         """Return a simulation that has not begun."""
         network = self.cluster.network(placement, flow.links)
         predictor = SamplePredictor(LengthDistribution(output for _, output in self.lengths), capped=True)
@@ -88,22 +90,20 @@ class PlacementSimulator:
         def watch(lease: PathLease) -> None:
             check_path(network, lease.hops)
 
-        return PipelineSimulation(network, scheduler, self._draw(), watch=watch, stop=stop)
+        return PipelineSimulation(network, scheduler, self._draw(), watch=watch)
 
 
 class PlacementRun:
-    """The simulation of one placement in a race: its window grows until the limits end it."""
+    """The simulation of one placement in a race: its window grows until the deadline ends it."""
 
     def __init__(self, simulator: PlacementSimulator, placement: Placement, flow: Flow) -> None:
         self._simulator = simulator
-        self._limits = SolveLimits()
-        self._simulation = simulator.simulation(placement, flow, lambda: self._limits.over)
+        self._simulation = simulator.simulation(placement, flow)
         #: Figures of the last whole window.
         self.result: PipelineResult | None = None
 
-    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
-        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
-        self._limits = limits
+    def advance(self, window_s: float) -> float | None:
+        """Return the output tokens/s of a window in seconds, None if the deadline ended it."""
         simulator, simulation = self._simulator, self._simulation
         if self.result is not None:
             result = simulation.extend(window_s)

@@ -31,8 +31,8 @@ from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Pla
 class JudgedRun(Protocol):
     """A simulation of one placement that can be continued."""
 
-    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
-        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
+    def advance(self, window_s: float) -> float | None:
+        """Return the output tokens/s of a window in seconds, None if the deadline ended it."""
 
 
 #: Begins the simulation of a placement under a flow.
@@ -150,6 +150,10 @@ class PlacementSearch:
 
     def run(self, limits: SolveLimits) -> PlacementsFound:
         """Search within the limits; no `candidates` where no placement has a flow."""
+        with limits.stopping():
+            return self._run(limits)
+
+    def _run(self, limits: SolveLimits) -> PlacementsFound:
         self._rng.seed(limits.seed)
         seconds = limits.left_s
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
@@ -410,14 +414,14 @@ class PlacementSearch:
             if candidate.run is None:
                 candidate.run = self._judge(candidate.placement, candidate.flow)
                 began = limits.clock()
-                self._advance(candidate, self._first_s, limits)
+                self._advance(candidate, self._first_s)
                 self._cost_s = max(self._cost_s, limits.clock() - began)
             self._progress("simulating", self._best())
 
     @staticmethod
-    def _advance(candidate: PlacementCandidate, window_s: float, limits: SolveLimits) -> None:
+    def _advance(candidate: PlacementCandidate, window_s: float) -> None:
         assert candidate.run is not None, f"{candidate.placement} has no run"
-        figure = candidate.run.advance(window_s, limits)
+        figure = candidate.run.advance(window_s)
         if figure is not None:
             candidate.simulated, candidate.window_s = figure, window_s
 
@@ -446,7 +450,7 @@ class PlacementSearch:
                 over = limits.over
                 if over:
                     break
-                self._advance(candidate, window_s, limits)
+                self._advance(candidate, window_s)
                 self._progress("simulating", self._best())
             racing.sort(key=_by_throughput, reverse=True)
 
