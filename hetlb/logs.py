@@ -13,7 +13,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -96,6 +96,7 @@ class LogWriter:
 
     def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
         self._fd = fd
+        self._name = name
         #: Maximum bytes of one write of whole lines where several processes write to `fd`: at most `PIPE_BUF`
         #: bytes stay in one piece.
         self._at_once = at_once
@@ -103,6 +104,8 @@ class LogWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
         self.lost = 0
+        #: Called with the name of the log, and why lines were lost; in any thread.
+        self.on_lost: Callable[[str], object] = lambda why: None
         #: Line end before the next batch where the last one was cut in a line.
         self._gap = b""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -133,8 +136,9 @@ class LogWriter:
             self._lose(len(lines), "its reader is too slow")
 
     def _lose(self, lines: int, why: str) -> None:
-        """Count lines that are not written; `why` is for logs that must be whole."""
+        """Count lines that are not written, and say why."""
         self.lost += lines
+        self.on_lost(f"{self._name}: {why}")
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.flush()

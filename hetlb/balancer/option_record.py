@@ -52,6 +52,7 @@ class SchedulerLog(Protocol):
     """File of the scheduler's facts and decisions."""
 
     lost: int
+    on_lost: Callable[[str], object]
 
     def scheduler(self, setup: SchedulerSetup, splitting: Callable[[Scheduler], Splitting]) -> Scheduler: ...
     def close(self) -> None: ...

@@ -285,6 +285,11 @@ def _open_standard_files() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
+def _drop_output() -> None:
+    """Forget what stdout holds: its reader has gone (`| head`), or its disk is full. No traceback at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     began_s = time.monotonic()
@@ -318,7 +323,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except InputError as error:
         if command in _ASKING and "--json" in arguments:
-            print(json.dumps({"error": str(error)}))
+            try:
+                print(json.dumps({"error": str(error)}), flush=True)
+            except OSError:  # it stands below, too
+                _drop_output()
         for line in error.lines:
             print(f"{' '.join(filter(None, ('hetlb', command)))}: {line}", file=sys.stderr)
         return 2
@@ -335,8 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
-        # The reader of stdout has gone (`| head`), or its disk is full: avoid the traceback at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         if error.errno != errno.EPIPE:
             print(f"hetlb {command}: the output could not be written: {error.strerror}", file=sys.stderr)
         return 1

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import free_port
+import pytest
+from helpers import HANG_S, free_port
 from proxy.services import Engine, document, serving
 
 
@@ -40,3 +41,11 @@ async def test_the_exit_status_follows_the_state(tmp_path: Path) -> None:
 async def test_no_proxy_is_exit_2_and_one_line() -> None:
     code, out, errors = await status(f"http://127.0.0.1:{free_port()}")
     assert (code, out, errors.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_no_proxy_and_a_full_disk_are_one_line_too() -> None:
+    command = f"{sys.executable} -m hetlb status --json --admin http://127.0.0.1:{free_port()} > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=HANG_S)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "Connection refused" in done.stderr

@@ -48,7 +48,7 @@ def test_every_change_says_why() -> None:
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.reason) == (Health.UP, "2 probes answered")
     assert health.on_absent(20.0)
-    assert (health.state, health.reason) == (Health.EJECTED, "connection refused")
+    assert (health.state, health.reason) == (Health.EJECTED, "it accepts no connection")
     assert tracker().reason == ""
 
 
@@ -92,6 +92,10 @@ def test_a_probe_says_how_it_failed() -> None:
     assert (health.reason, health.ejected_until) == ("no route", 3.0)
     health.on_absent(4.0, "no address")
     assert health.reason == "no address"
+    health.on_probe(FAILED, 5.0)
+    assert health.reason == "no address"
+    health.on_probe(FAILED, 6.0, detail="no answer in 2 s")  # the newest reason is the true one
+    assert (health.state, health.reason) == (Health.EJECTED, "no answer in 2 s")
 
 
 # --- ejection ---

@@ -75,7 +75,7 @@ def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
     assert some.everyone.excluded == {
         "a": "draining",
         "b": "in maintenance",
-        "c": "ejected: connection refused",
+        "c": "ejected: it accepts no connection",
         "d": "asleep",
     }
     assert choices(some) == ("e", some.everyone.excluded, None)

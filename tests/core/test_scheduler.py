@@ -124,7 +124,7 @@ def test_a_refused_connection_goes_elsewhere_and_takes_the_instance_out() -> Non
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
     lease = dispatched(scheduler.on_arrival(request(1), 0.0))
     commands = scheduler.on_lease_ended(lease, Outcome.CONNECT_FAILED, 0.1)
-    assert HealthChanged("a", Health.EJECTED, "connection refused") in commands
+    assert HealthChanged("a", Health.EJECTED, "it accepts no connection") in commands
     again = dispatched(commands)
     assert (again.instance, again.request.id) == ("b", 1)
     assert {dispatched(scheduler.on_arrival(request(i), 0.2)).instance for i in range(2, 6)} == {"b"}

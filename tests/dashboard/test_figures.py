@@ -83,13 +83,16 @@ def test_the_last_five_minutes_stay_however_many_end_and_wherever() -> None:
 def test_a_refused_client_of_any_process_is_seen() -> None:
     """Whichever process refused the last one: each has connections of its own."""
     own, sibling = Recent(), Recent()
-    own.clients_refused_at, own.clients_refused = 3.0, "9 connections, ulimit -n"
-    sibling.clients_refused_at, sibling.clients_refused = 5.0, "8 connections, ulimit -n"
+    own.own = {"clients_refused": (3.0, "9 connections, ulimit -n"), "log_lost": (7.0, "request log: full")}
+    sibling.own = {"clients_refused": (5.0, "8 connections, ulimit -n")}
     for parts in ((own, sibling), (sibling, own)):
         whole = Recent()
         for part in parts:
             add_recent(whole, pickle.loads(pickle.dumps(part)))
-        assert (whole.clients_refused_at, whole.clients_refused) == (5.0, "8 connections, ulimit -n")
+        assert whole.own == {
+            "clients_refused": (5.0, "8 connections, ulimit -n"),
+            "log_lost": own.own["log_lost"],
+        }
 
 
 def test_points_are_of_one_sequence_and_from_dispatch_on() -> None:

@@ -114,10 +114,11 @@ def _not_reloaded(fleet: Watched) -> None:
 
 
 def _full(fleet: Watched) -> None:
-    fleet.recent.clients_refused_at, fleet.recent.clients_refused = (
-        fleet.now - 5.0,
-        "100 connections, ulimit -n",
-    )
+    fleet.recent.own["clients_refused"] = fleet.now - 5.0, "100 connections, ulimit -n"
+
+
+def _unlogged(fleet: Watched) -> None:
+    fleet.recent.own["log_lost"] = fleet.now - 5.0, "request log: No space left on device"
 
 
 #: Each with the state and the cause that it makes.
@@ -130,6 +131,7 @@ INCIDENTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
     "drained": (_drained, "well", "drained"),
     "refused reload": (_not_reloaded, "degraded", "reload_refused"),
     "no room for clients": (_full, "degraded", "clients_refused"),
+    "full disk": (_unlogged, "busy", "log_lost"),
     "stale report": (_stale, "busy", "stale_report"),
     "all down": (_down, "down", "all_down"),
     "tenant hog": (_hog, "busy", "tenant_hog"),

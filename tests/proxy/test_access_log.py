@@ -65,11 +65,13 @@ async def test_a_reader_that_does_not_read_blocks_no_request() -> None:
 
 async def test_after_a_full_disk_lines_begin_anew(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
-        writer = LogWriter(file.fileno(), "test")
+        writer, why = LogWriter(file.fileno(), "test"), list[str]()
+        writer.on_lost = why.append
         with most_file_bytes(50):
             writer.write("x" * 99 + "\n")
             writer.flush()
-            await turns_until(lambda: writer.lost == 1)
+            await turns_until(lambda: why == ["test: File too large"])
+        assert writer.lost == 1
         writer.write("y\n")
         writer.close()
     assert (tmp_path / "log").read_text() == "x" * 50 + "\ny\n"

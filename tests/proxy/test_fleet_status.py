@@ -126,7 +126,11 @@ def test_one_slow_is_degraded_and_named() -> None:
     slow.speed.factor, slow.speed.seen, slow.speed.slow = 3.0, True, True
     found = fleet.look()
     assert found["state"] == "degraded"
-    assert found["advice"].startswith("b takes 3.0 times as long as its profile says")
+    says = "b takes 3.0 times as long as its profile says. "
+    assert found["advice"] == says + "Look at its GPU, or profile it again."
+    slow.far_s = 0.24
+    network = "Look at the network to b: a packet and its answer take 240 ms."
+    assert fleet.look()["advice"] == says + network
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5, 4.0])
@@ -264,6 +268,9 @@ def test_a_stalled_server_is_named() -> None:
     found = fleet.look()
     assert (found["state"], causes(found)[0]) == ("degraded", ("stalled", "a"))
     assert "a has stalled: no token for" in found["advice"]
+    assert "Look at the engine process of a and its GPU" in found["advice"]
+    fleet.scheduler.fleet.instances["a"].far_s = 1.5
+    assert "Look at the network to a: a packet and its answer take 1,500 ms." in fleet.look()["advice"]
 
 
 def test_a_server_that_refuses_what_others_serve_is_named() -> None:
@@ -502,6 +509,9 @@ def test_one_that_slows_is_named_if_another_one_does_not(
     assert ("slowed", "a") not in causes(fleet.look())  # it has only begun
     fleet.now += 1.0
     assert (("slowed", "a") in causes(fleet.look())) is named
+    a.far_s = 0.05
+    steps = [each["advice"] for each in fleet.look()["causes"] if each["cause"] == "slowed"]
+    assert steps == ["Look at the network to a: a packet and its answer take 50 ms."] * named
     assert not {("slowed", "b"), ("slowed", "c")} & set(causes(fleet.look()))
     fleet.now += 60.0  # the others have not answered since
     a.speed.observe_prefill(0.2, 0.6, fleet.now)

@@ -229,7 +229,7 @@ decode: {k5: 0, k6: 0, k7: 0, k8: 4.0e-2}
 OK = sets(mode="steady")
 SLOTS = {"max_num_seqs": 4}
 CASES = {
-    "dead": Case(dies, r"degraded: i0 is down \(connection refused\)\. Start it, wait if", starts),
+    "dead": Case(dies, r"degraded: i0 is down \((connection refused|it accepts no connection)\)", starts),
     "hung": Case(sets(mode="stall"), r"degraded: i0 has stalled", OK),
     "500 for a third": Case(
         sets(mode="500-in-three"), r"degraded: i0 failed .* requests; the other.*\. Look at its log\.", OK

@@ -59,14 +59,17 @@ class Keeping(Engine):
             await super()._route(visit)
 
 
-async def test_an_engine_that_unloads_its_model_is_looked_at_once_it_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [404, 400, 403])
+async def test_an_engine_that_unloads_its_model_is_looked_at_once_it_refuses(
+    status: int, tmp_path: Path
+) -> None:
     """Its list is read once in ten intervals otherwise: half a minute of 404 for all."""
     async with Keeping() as engine:
         missing = b'{"error":{"message":"The model `m` does not exist.","code":404}}'
         table = document(engine, scrape={"interval_s": 3.0, "timeout_s": HANG_S})
         async with serving(tmp_path, table) as running:
-            well, engine.reply = engine.reply, plain(missing, b"404 Not Found")
-            assert (await running.ask()).status == 404  # it still lists the model: the client is told
+            well, engine.reply = engine.reply, plain(missing, b"%d Refused" % status)
+            assert (await running.ask()).status == status  # it still lists the model: the client is told
             engine.served = ""
             asked = []
 
@@ -77,7 +80,7 @@ async def test_an_engine_that_unloads_its_model_is_looked_at_once_it_says_so(tmp
 
             async with asyncio.timeout(15.0):
                 await ask_until_one_waits()
-            assert set(asked) <= {404}
+            assert set(asked) <= {status}
             waits = asyncio.create_task(running.ask())
             engine.served, engine.reply = "m", well
             assert (await waits).status == 200

@@ -67,6 +67,7 @@ def test_the_list_of_an_engine_without_its_own_model_is_read_at_each_look() -> N
     assert not rounds.models_due(seen, instance, 20.0)
     scheduler.on_instance(ModelsLearned("i0", ("other",), ()), 20.0)
     assert rounds.models_due(seen, instance, 20.0)
+    assert rounds.looked(seen, instance, 20.0)  # it is looked at in the next round
     scheduler.on_instance(ModelsLearned("i0", ("m", "other"), ()), 20.0)
     assert not rounds.models_due(seen, instance, 20.0)
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from helpers import HANG_S, free_port
+from helpers import HANG_S, free_port, make_scheduler, spec
 
 from hetlb.balancer.config.fleet_tables import ScrapeTable
 from hetlb.balancer.core.evidence.evidence import Evidence
@@ -30,6 +30,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.balancer.engines.engine_metrics import EnginePage
+from hetlb.balancer.engines.rounds import Looked
 from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.served_models import read_model_list, read_version
@@ -402,3 +403,25 @@ async def test_nothing_outlives_a_look() -> None:
             assert len(left) <= 4
     finally:
         gc.enable()
+
+
+async def test_a_slow_network_is_noted_until_answers_over_it_come_fast() -> None:
+    """A link without traffic has no queue: it shows nothing."""
+    async with stub(health=ok, metrics=page, v1__models=models, version=version) as url:
+        async with watching(url) as watch:
+            assert 0.0 < watch.watch._pool("e0").round_trip_s() < 1.0  # of the kernel
+            [instance] = make_scheduler([spec("e0")]).instances
+            seen = Looked()
+
+            def far(trip_s: float) -> float:
+                pool = SimpleNamespace(round_trip_s=lambda: trip_s, close=lambda: None)
+                watch.watch._pools["e0"] = cast(Any, (pool, None))
+                watch.watch._note_network("e0", seen, instance)
+                return instance.far_s
+
+            assert [far(each) for each in (0.0, 0.002, 0.015, 0.3, 0.0, 0.001)] == [0, 0, 0, 0.3, 0.3, 0.3]
+            instance.in_flight = 1
+            assert [far(each) for each in (0.004, 0.1)] == [0, 0.1]
+            instance.speed.slowed_since = 5.0
+            assert far(0.001) == 0.1
+            instance.in_flight = 0

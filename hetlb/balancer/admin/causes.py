@@ -78,6 +78,7 @@ CAUSES: Final = {
     "small_cache": CauseKind(_BUSY, _CAUSE, "HetlbServerDegraded"),
     "stale_report": CauseKind(_BUSY, _CAUSE, "HetlbServerSilent"),
     "client_errors": CauseKind(_BUSY, _CAUSE, "HetlbClientErrors"),
+    "log_lost": CauseKind(_BUSY, _CAUSE, "HetlbLogLinesLost"),
     "tenant_hog": CauseKind(_BUSY, _CAUSE, "HetlbQueueOld"),
     "hopeless_target": CauseKind(_BUSY, _CAUSE, "HetlbFirstTokenSlow"),
     "saturated": CauseKind(_BUSY, _CAUSE, "HetlbQueueOld"),

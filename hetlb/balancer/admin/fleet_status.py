@@ -12,7 +12,6 @@ from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_sourc
 from hetlb.balancer.admin.causes import (
     FAILING_S,
     ORDER,
-    WRONG_S,
     State,
     StateCause,
     in_order,
@@ -133,10 +132,10 @@ def status(
     causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
     own = _of_proxy(recent, now, reload_refused)
     causes += own
-    if own and ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
+    if ORDER.index(document["state"]) < ORDER.index(worst(own)):
         from hetlb.balancer.admin.first_line import headline
 
-        document["state"], document["advice"] = State.DEGRADED, headline(own, 0)
+        document["state"], document["advice"] = worst(own), headline(own, 0)
     oldest_at = scheduler.queue.oldest_at()
     document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
     document["causes"] = [each.document() for each in in_order(causes)]
@@ -160,7 +159,7 @@ def lasting(scheduler: Scheduler, recent: Recent, now: float, reload_refused: st
 
 
 def _of_proxy(recent: Recent, now: float, reload_refused: str) -> list[StateCause]:
-    if not reload_refused and now - recent.clients_refused_at >= WRONG_S:
+    if not reload_refused and not recent.own:
         return []
     from hetlb.balancer.admin.rare_causes import of_proxy
 

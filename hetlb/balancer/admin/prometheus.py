@@ -55,7 +55,7 @@ FIGURES: Final = {
     "hetlb_oldest_wait_seconds": "Age of the oldest request in the queue.",
     "hetlb_retries_total": "Requests sent to another instance.",
     "hetlb_decisions_total": "Dispatches decided.",
-    "hetlb_log_lost_lines_total": "Log lines dropped because their reader was too slow.",
+    "hetlb_log_lost_lines_total": "Log lines that a slow reader or a full disk lost.",
     "hetlb_queue_bytes": "Bytes of the bodies of waiting requests.",
     "hetlb_queue_requests": "Requests waiting for an instance, by model.",
     "hetlb_model_instances": "Instances of the model that take requests.",

@@ -73,6 +73,17 @@ _STEPS_OF_ONE: Final = {
     404: "Check the model's name, its --served-model-name, and its version.",
     413: "Compare its --max-model-len with the others'.",
 }
+#: Sentence and next step of trouble of this proxy itself.
+_OWN: Final = {
+    "clients_refused": (
+        "clients are refused, all connections are taken",
+        "Raise the limit, or add a proxy.",
+    ),
+    "log_lost": (
+        "lines of the log are lost",
+        "Free its disk, or give it a faster reader. After a gap an event log needs a restart.",
+    ),
+}
 #: Greatest age of a class's recent requests, in seconds.
 RECENT_S: Final = 60.0
 #: Wait of the oldest request, in seconds, that degrades a model.
@@ -125,7 +136,7 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         return StateCause("dead", name, sentence, next_step_of(each))
     if evidence.silence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
-        return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
+        return StateCause("stalled", name, f"{name} has {evidence.why(now)}", _network(each) or advice)
     answers = evidence.answers
     if answers.doubted or (answers.excess > 0.0 and answers.lost >= _LEAST_LOST):
         if now - evidence.answers.odd_at > WRONG_S:
@@ -172,7 +183,8 @@ def _of_answers(
         slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"
-        return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
+        advice = _network(each) or "Look at its GPU, or profile it again."
+        return StateCause("slow", name, sentence, advice)
     if each.pageless and each.evidence.answers.well:
         sentence = f"{name} has no /metrics: its load is known by hetlb's own requests alone"
         return StateCause(
@@ -187,6 +199,12 @@ def _of_answers(
     return None
 
 
+def _network(each: Instance) -> str:
+    """Return what to do if the network to an instance is slow, "" if it is not."""
+    trip = f"a packet and its answer take {1e3 * each.far_s:,.0f} ms"
+    return f"Look at the network to {each.name}: {trip}." if each.far_s else ""
+
+
 def of_speeds(among: Sequence[Instance], now: float) -> list[StateCause]:
     """Return a cause for each instance that has become slower while another of its model has not."""
     found: list[StateCause] = []
@@ -196,7 +214,7 @@ def of_speeds(among: Sequence[Instance], now: float) -> list[StateCause]:
             slower = max(speed.lately, speed.newest) / speed.usual
             sentence = f"{each.name} is {slower:.1f} times as slow as usual"
             advice = f"Look at the GPU of {each.name}, and at what else uses it."
-            found.append(StateCause("slowed", each.name, sentence, advice))
+            found.append(StateCause("slowed", each.name, sentence, _network(each) or advice))
     return found
 
 
@@ -338,9 +356,10 @@ def of_proxy(recent: Recent, now: float, reload_refused: str) -> list[StateCause
         advice = "The previous one stays in force; fix the file, it is reread by itself."
         text = f"the edited fleet file was rejected ({reload_refused})"
         own.append(StateCause("reload_refused", "", text, advice))
-    if now - recent.clients_refused_at < WRONG_S:
-        text = f"clients are refused, all connections are taken ({recent.clients_refused})"
-        own.append(StateCause("clients_refused", "", text, "Raise the limit, or add a proxy."))
+    for cause, (at, why) in recent.own.items():
+        if now - at < WRONG_S:
+            text, advice = _OWN[cause]
+            own.append(StateCause(cause, "", f"{text} ({why})", advice))
     return own
 
 

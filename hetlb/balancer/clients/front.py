@@ -65,10 +65,11 @@ class Front:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
         if self._write_line is not None:
             self._lines = LogWriter(sys.stderr.fileno(), "request log", at_once)
+            self._lines.on_lost = self._driver.log_lost
 
     @property
     def lost_lines(self) -> int:
-        """Lines of the request log that a slow reader made us drop."""
+        """Lines of the request log that a slow reader or a full disk made us drop."""
         return 0 if self._lines is None else self._lines.lost
 
     def configure(self, fleet: Fleet, access: Access) -> None:

@@ -80,10 +80,10 @@ class Instance:
     __slots__ = (
         "_first_tokens", "_loads", "_reading", "adapters", "admin", "answered_tokens", "asleep", "began",
         "blocks", "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored",
-        "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens",
-        "in_flight", "incarnation", "incoming", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
-        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases", "leaves_at",
-        "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "parameters",
+        "far_s", "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups",
+        "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens", "kv_excess_tokens",
+        "kv_need", "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases",
+        "leaves_at", "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "parameters",
         "parameters_version", "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens",
         "prompts_alone", "ranks", "removed", "sample", "sample_at", "sample_mark", "sequences", "served",
         "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
@@ -181,6 +181,8 @@ class Instance:
         self.pageless = False
         #: Reason why its last probes failed while it is up, "" if they did not.
         self.unhealthy = ""
+        #: Seconds of a packet and its answer while they take far longer than before, else 0.0.
+        self.far_s = 0.0
         #: Name of an instance that is the same process, "" for none.
         self.twin = ""
         #: True if its engine sleeps (vLLM's sleep mode). Its last sleep or wake, and the time of that.

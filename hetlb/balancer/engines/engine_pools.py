@@ -59,7 +59,8 @@ class EnginePool(Upstream):
     __slots__ = (
         "_address", "_checks", "_confined", "_connect_timeout_s", "_connecting", "_host", "_host_header",
         "_idle", "_idle_s", "_loop", "_lost", "_most_age_s", "_now", "_on_reconnect", "_port",
-        "_stalled_since", "_tls", "busy", "closed", "heads", "origin", "own_headers", "passthrough", "turns",
+        "_stalled_since", "_tls", "_trip_s", "busy", "closed", "heads", "origin", "own_headers",
+        "passthrough", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +96,8 @@ class EnginePool(Upstream):
         self._idle: deque[EngineConnection] = deque()
         self.busy: set[EngineConnection] = set()
         self._connecting: dict[Carried, asyncio.Task[None]] = {}
+        #: Round trip of a packet when the newest connection was made, in seconds, 0.0 while unknown.
+        self._trip_s = 0.0
         self.closed = False
         self.heads = KnownHeads(lambda raw: parse_response_head(raw, b"POST"))
 
@@ -144,6 +147,10 @@ class EnginePool(Upstream):
         if carried in self._checks:
             self._checks.pop(carried)[0].abort()
 
+    def round_trip_s(self) -> float:
+        """Return how long a packet and its answer take now, in seconds, 0.0 if that is not known."""
+        return self._idle[-1].round_trip_s() if self._idle else self._trip_s
+
     def lost(self) -> None:
         """Note that the engine closed or refused a connection: another process may answer next."""
         self._lost = True
@@ -190,6 +197,7 @@ class EnginePool(Upstream):
                     lambda: EngineConnection(self), self._address, self._port, **self._tls
                 )
             connection.made_at = self._now()
+            self._trip_s = connection.round_trip_s()
             if self._confined:
                 connection.refuse_special_peer()
             if connection.state is EngineState.CLOSED:  # before anything was sent

@@ -47,8 +47,8 @@ class Looked:
     """State of the watch over one engine, from look to look."""
 
     __slots__ = (
-        "anonymous", "began", "door", "interval_s", "late", "looked_at", "looks", "metrics_after",
-        "models_at", "page", "probed_at", "told_missing",
+        "anonymous", "began", "door", "interval_s", "late", "least_trip_s", "looked_at", "looks",
+        "metrics_after", "models_at", "page", "probed_at", "told_missing",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -68,6 +68,8 @@ class Looked:
         self.began: float | None = None
         self.anonymous = False
         self.told_missing = False
+        #: Shortest round trip of a packet so far, in seconds.
+        self.least_trip_s = math.inf
         #: Its last page of metrics, None before one was read.
         self.page: LastPage | None = None
 
@@ -78,8 +80,6 @@ class Rounds:
     def __init__(self, interval_s: float, scheduler: Scheduler) -> None:
         self._least_s = interval_s
         self._scheduler = scheduler
-        #: Instances that refuse a kind of requests: another server may be at their address.
-        self._refusing: Container[str] = ()
         self._spread = random.Random()
         self._look_s = _LOOK_S
         self.scan_s = max(_LEAST_SCAN_S, interval_s / _SCANS)
@@ -102,8 +102,7 @@ class Rounds:
     def due(self, engines: Mapping[str, Looked], looks: Container[str], now: float) -> list[str]:
         """Return the engines to look at now, the one that is most overdue first."""
         found: list[tuple[float, str]] = []
-        instances, losses = self._scheduler.fleet.instances, self._scheduler.fleet.losses
-        self._refusing = losses.kinds.by_instance() if losses is not None and losses.kinds.by_key else ()
+        instances = self._scheduler.fleet.instances
         early_s = self.scan_s / 2.0
         for name, seen in engines.items():
             instance, interval_s = instances.get(name), seen.interval_s
@@ -127,11 +126,7 @@ class Rounds:
 
         After a fault another server may answer; one that lacks its own model may load it.
         """
-        if instance is not None and (
-            instance.name in self._refusing
-            or instance.evidence.wary(now)
-            or instance.spec.model not in ("", *instance.models)
-        ):
+        if instance is not None and (instance.evidence.wary(now) or _lacks(instance)):
             return True
         intervals = _MODELS_IDLE if seen.interval_s > self._least_s else _MODELS_BUSY
         return seen.anonymous or now - seen.models_at >= self._least_s * intervals
@@ -160,7 +155,12 @@ class Rounds:
             or instance.evidence.wary(now)
             or instance.unhealthy
             or instance.speed.in_doubt
-            or instance.name in self._refusing
+            or _lacks(instance)
         ):
             return True
         return instance.asleep and len(self._scheduler.queue) > 0
+
+
+def _lacks(instance: Instance) -> bool:
+    """Return True if an engine serves other models than the fleet file says."""
+    return instance.spec.model not in ("", *instance.models)

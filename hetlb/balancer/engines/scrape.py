@@ -74,6 +74,9 @@ _IDLE_S: Final = 3.0
 
 _HEALTH: Final = "/health"
 _MODELS: Final = "/v1/models"
+#: Least round trip of a packet over a slow network, in seconds, and times the shortest one.
+_FAR_S: Final = 0.02
+_FARTHER: Final = 8.0
 _EMPTY_CHAT: Final = b"POST /v1/chat/completions"
 #: Begin of the detail of a probe without an answer in time.
 _LATE: Final = "no answer to"
@@ -237,7 +240,7 @@ class EngineWatch:
             self.learned(listed)
 
     def doubt(self, name: str) -> None:
-        """Look soon what an engine has, which says that it has not what it was asked for."""
+        """Look soon which models an engine has that refuses a request."""
         seen = self._seen.get(name)
         if seen is not None and self._now() - seen.looked_at >= self._table.interval_s:
             seen.models_at, seen.interval_s = -math.inf, 0.0
@@ -349,6 +352,7 @@ class EngineWatch:
             seen.models_at = seen.metrics_after = -math.inf  # another process may come back
         elif not read:
             await self._measure(name, seen, now)
+        self._note_network(name, seen, instance)
         if result is ProbeResult.OK and instance is not None and not instance.in_flight:
             sample = instance.sample
             if sample is None or not (sample.running or sample.waiting):
@@ -367,6 +371,20 @@ class EngineWatch:
             no_list = instance.unhealthy == _NO_LIST and seen.models_at == -math.inf
             if result is ProbeResult.FAILED or not no_list:
                 instance.unhealthy = detail if result is ProbeResult.FAILED else ""
+
+    def _note_network(self, name: str, seen: Looked, instance: Instance | None) -> None:
+        """Note on an instance how long a packet and its answer take, if that is far longer than before.
+
+        It stays noted while nothing is sent there, and while the instance counts as slow.
+        """
+        trip_s = self._pools[name][0].round_trip_s() if name in self._pools else 0.0
+        if instance is None or not trip_s:
+            return
+        seen.least_trip_s = min(seen.least_trip_s, trip_s)
+        if trip_s >= max(_FAR_S, _FARTHER * seen.least_trip_s):
+            instance.far_s = trip_s
+        elif instance.in_flight and instance.speed.slowed_since is None:
+            instance.far_s = 0.0
 
     async def _measure(self, name: str, seen: Looked, now: float) -> bool:
         """Read the metrics of an engine and pass them on. Return True if there were some."""

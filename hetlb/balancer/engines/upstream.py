@@ -7,6 +7,8 @@ a connection is never used again if its answer was not cleanly framed.
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -32,6 +34,8 @@ _MAX_ANSWER_BYTES: Final = 4 << 20
 TOO_LONG: Final = "its answer is too long"
 #: Maximum bytes of a body written in one piece with its head.
 _MAX_COPIED_BYTES: Final = 16 << 10
+#: Bytes of `tcp_info` with the mean round trip, in microseconds.
+_RTT: Final = slice(68, 72)
 _IDLE: Final = EngineState.IDLE
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
@@ -163,6 +167,15 @@ class EngineConnection(PacedReader):
             if self.carried is carried:
                 self.abort()
             raise
+
+    def round_trip_s(self) -> float:
+        """Return how long a packet and its answer take by the kernel, in seconds, 0.0 if it does not say."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        try:
+            told = b"" if sock is None else sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.stop)
+        except OSError:  # just closed
+            return 0.0
+        return int.from_bytes(told[_RTT], sys.byteorder) * 1e-6
 
     def send(self, head: bytes, body: bytes) -> None:
         transport = self._transport

@@ -215,6 +215,10 @@ class Driver:
         if record is not None and self.on_ended is not None:
             self.on_ended([record])
 
+    def log_lost(self, why: str) -> None:
+        """Note in any thread that lines of a log are lost."""
+        self.counted.recent.own["log_lost"] = self.now(), why
+
     def settle(self) -> None:
         self.scheduling.count_calls()
         if not self._ended:

@@ -182,6 +182,8 @@ class FleetService(ABC):
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
         self.scheduling = scheduling = self._drive()
+        if self._event_log is not None:
+            self._event_log.on_lost = self.driver.log_lost
         scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
         scheduling.limiters.configure(self.access.limits)
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
@@ -438,7 +440,7 @@ class Service(FleetService):
         self.on_hurry: Callable[[], object] = lambda: None
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.scheduling.look_up = self.watch.look_up_models
-        self.scheduling.on_missing = self.watch.doubt
+        self.scheduling.on_refusal = self.watch.doubt
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access, self.options)
         #: True if another process accepts in place of this one.

@@ -154,12 +154,11 @@ class Recent:
     actual seconds from dispatch on.
     """
 
-    __slots__ = ("_paces", "clients_refused", "clients_refused_at", "lag_s", "points", "stretches")
+    __slots__ = ("_paces", "lag_s", "own", "points", "stretches")
 
     def __init__(self) -> None:
-        #: Time of the last connection of a client that was refused, and why.
-        self.clients_refused_at = -math.inf
-        self.clients_refused = ""
+        #: Trouble of this proxy itself by its cause: the last time, and why.
+        self.own: dict[str, tuple[float, str]] = {}
         #: Largest lag of the event loop lately.
         self.lag_s = 0.0
         self.stretches: dict[int, Stretch] = {}

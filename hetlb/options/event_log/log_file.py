@@ -35,13 +35,14 @@ class EventLog(LogWriter):
         self._path = path
         #: Bytes of whole lines in the file.
         self._bytes = 0
-        #: True if a write failed; and if lines are missing, without which later ones mean nothing.
+        #: True if a write failed; and if lines are missing, without which later ones mean nothing, and why.
         self._failed = self._ended = False
+        self._why = ""
 
     def write(self, *lines: str) -> None:
         """Write lines, unless some before them are missing."""
         if self._ended:
-            self.lost += len(lines)
+            super()._lose(len(lines), self._why)
         else:
             super().write(*lines)
 
@@ -60,7 +61,7 @@ class EventLog(LogWriter):
     def _lose(self, lines: int, why: str) -> None:
         super()._lose(lines, why)
         if not self._ended:
-            self._ended = True
+            self._ended, self._why = True, why
             tell(logger, Event.EVENT_LOG, "the event log ends, %s cannot be written: %s", self._path, why)
 
     def scheduler(

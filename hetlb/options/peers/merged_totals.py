@@ -48,8 +48,8 @@ def add_recent(whole: Recent, part: Recent) -> None:
         whole.stretch(number).add(stretch)
     whole.lag_s = max(whole.lag_s, part.lag_s)
     whole.points = sorted(whole.points + part.points)[-KEPT_POINTS:]
-    if part.clients_refused_at > whole.clients_refused_at:
-        whole.clients_refused_at, whole.clients_refused = part.clients_refused_at, part.clients_refused
+    for cause, told in part.own.items():
+        whole.own[cause] = max(told, whole.own.get(cause, told))
 
 
 def _add(whole: Any, part: Any, names: Sequence[str]) -> None:

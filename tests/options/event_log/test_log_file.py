@@ -16,7 +16,8 @@ async def test_on_a_full_disk_the_log_ends_with_a_whole_line(
     """Facts after a gap cannot be replayed."""
     caplog.set_level("INFO")
     path = tmp_path / "events.jsonl"
-    log = EventLog(path)
+    log, lost = EventLog(path), list[str]()
+    log.on_lost = lost.append
     log.write("a" * 99 + "\n")
     log.flush()
     await turns_until(lambda: path.stat().st_size == 100)
@@ -28,5 +29,6 @@ async def test_on_a_full_disk_the_log_ends_with_a_whole_line(
     log.close()
     assert path.read_text() == "a" * 99 + "\n"
     assert log.lost == 2
+    assert lost == ["event log: File too large"] * 2
     told = [each.getMessage() for each in caplog.records]
     assert told == [f"the event log ends, {path} cannot be written: File too large"]

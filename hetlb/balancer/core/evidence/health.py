@@ -71,6 +71,8 @@ class HealthState:
             return self._eject(table.PROBES_FAIL, reason, now)
         if self.state is Health.SUSPECT:
             self.reason = detail or "a probe failed"
+        elif self.state is Health.EJECTED:
+            self.reason = detail or self.reason
         return False
 
     def on_absent(self, now: float, detail: str = "") -> bool:
@@ -84,7 +86,7 @@ class HealthState:
         if self.state is Health.EJECTED:
             self.reason = detail or self.reason
             return False
-        return self._eject(transition, detail or "connection refused", now)
+        return self._eject(transition, detail or "it accepts no connection", now)
 
     def on_answering(self, *, whole: bool = False) -> bool:
         """Note that an answer began, or is `whole` and well. Return True if the state changed."""
