@@ -65,7 +65,7 @@ _SERVES_S: Final = 10.0
 _SERVED_S: Final = 15.0
 #: Next steps by the status that all servers, and that one of them, answers.
 _STEPS_OF_ALL: Final = {
-    401: "Give hetlb the servers' key (api_key_env or api_key_file), or clients theirs.",
+    401: "Give hetlb the servers' key (api_key_env or api_key_file), or let clients send it.",
     404: "Check the model's name: --served-model-name of the servers, and the name that clients send.",
 }
 _STEPS_OF_ALL[403] = _STEPS_OF_ALL[407] = _STEPS_OF_ALL[401]
@@ -81,7 +81,7 @@ _OWN: Final = {
     ),
     "log_lost": (
         "lines of the log are lost",
-        "Free its disk, or give it a faster reader. After a gap an event log needs a restart.",
+        "Free its disk, or give it a faster reader. An event log begins anew with hetlb's next start.",
     ),
 }
 #: Greatest age of a class's recent requests, in seconds.
@@ -126,7 +126,7 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         if not each.routable or now <= proven_at:
             sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
             now_down = "" if each.routable or not reason else f", now: {reason}"
-            advice = next_step_of(each) if now_down else f"{LOG} Its wait doubles each time."
+            advice = next_step_of(each) if now_down else f"{LOG} Each time hetlb waits longer before it sends requests there."
             return StateCause("flaps", name, sentence + now_down, advice)
     if KEY_REFUSED in reason:
         sentence = reason.replace("it", name, 1)
@@ -243,7 +243,7 @@ def of_kinds(each: Instance, kinds: Sequence[tuple[KindKey, RefusedKind]]) -> St
         return StateCause("refuses_some" if serves else "refuses", name, told, advice)
     what = f"with {feature}" if feature else f"of {kind.least_bytes:,.0f} bytes and more"
     told = f"{name} answers {kind.status} to requests {what}; they go to the other servers"
-    advice = "Start it with the others' flags, or leave it so."
+    advice = "Start it with the others' flags, or leave it as it is."
     if not feature:
         advice = _STEPS_OF_ONE[413]
     return StateCause("refuses_some", name, told, advice)

@@ -43,10 +43,10 @@ _STEPS: Final = (
     ("not HTTP", "Correct the port: it is of another program. `vllm serve` prints its own when it starts."),
     (
         "close[sd] the connection",
-        "Correct the port; or it asks for TLS or a client's certificate.",
+        "Correct the port, or write https:// in its url; it may ask for a client's certificate.",
     ),
     ("no list of models", "Correct the address: give the one that `vllm serve` prints, without a path."),
-    ("answers 40[13]", "Engines ask for no key there: correct the address, or let /health pass."),
+    ("answers 40[13]", "Engines ask for no key at /health: correct the address, or let that path through."),
     ("answers 404", "Correct the address: give the one that `vllm serve` prints, without a path."),
     ("answers 3", "Correct the address: it redirects."),
     ("loading|answers 503", "Wait until it has loaded its model, or look at its log."),
