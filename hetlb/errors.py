@@ -31,11 +31,6 @@ def visible(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def visible_lines(text: str) -> str:
-    """Return a text of others as `visible`, on its own lines."""
-    return "\n".join(map(visible, text.split("\n")))
-
-
 class HetlbError(Exception):
     """Base class of everything hetlb raises on purpose. `str()` is one line."""
 

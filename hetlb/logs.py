@@ -96,7 +96,6 @@ class LogWriter:
 
     def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
         self._fd = fd
-        self._name = name
         #: Maximum bytes of one write of whole lines where several processes write to `fd`: at most `PIPE_BUF`
         #: bytes stay in one piece.
         self._at_once = at_once
@@ -136,9 +135,9 @@ class LogWriter:
             self._lose(len(lines), "its reader is too slow")
 
     def _lose(self, lines: int, why: str) -> None:
-        """Count lines that are not written, and say why."""
+        """Count lines that are not written."""
         self.lost += lines
-        self.on_lost(f"{self._name}: {why}")
+        self.on_lost(f"{self._thread.name}: {why}")
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.flush()

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hetlb.errors import visible_lines
+from hetlb.errors import visible
 from hetlb.tools.models.kv_groups import KvBytes
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import load_facts
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     facts = load_facts(args.config)
-    print(json.dumps(facts.json(), indent=2) if args.json else visible_lines("\n".join(_lines(facts))))
+    print(json.dumps(facts.json(), indent=2) if args.json else "\n".join(map(visible, _lines(facts))))
     return 0
 
 

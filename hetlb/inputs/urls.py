@@ -43,14 +43,6 @@ def _no_url(url: str, where: str, example: str) -> ConfigError:
     return ConfigError(f"{where}: expected a URL like {example}, got {_shown(url)}{meant}")
 
 
-def check_stage_url(url: str, where: str) -> str:
-    """Normalise the URL of a stage: no trailing slash. Raises `ConfigError`."""
-    parts = _split(url)
-    if parts is None or parts.query or parts.path not in ("", "/") or not parts.port:
-        raise ConfigError(f"{where}: expected a URL like http://host:9100, got {_shown(url)}")
-    return f"{parts.scheme}://{parts.netloc}"
-
-
 def check_publisher(address: str, where: str) -> None:
     """Raise `ConfigError` unless `address` is a ZeroMQ address."""
     if _ZMQ_ADDRESS.fullmatch(address) is None:

@@ -14,7 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from hetlb.errors import visible_lines
+from hetlb.errors import visible
+
+
+def visible_lines(text: str) -> str:
+    """Return a text of others as `visible`, on its own lines."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
 class Console(rich.console.Console):

@@ -72,6 +72,21 @@ def test_the_list_of_an_engine_without_its_own_model_is_read_at_each_look() -> N
     assert not rounds.models_due(seen, instance, 20.0)
 
 
+def test_an_engine_that_refuses_a_request_is_looked_at_soon() -> None:
+    """Another server may have its address. A client's mistakes are refusals, too: the doubt ends."""
+    scheduler, rounds, engines = fleet()
+    seen, instance = engines["i0"], scheduler.instances[0]
+    for status, doubted in ((404, True), (400, True), (503, False), (429, False)):
+        looks(rounds, seen, instance, "i0", 100.0)
+        seen.looked_at, seen.models_at, instance.refused_at = 100.0, 99.0, -9.0
+        lease = dispatched(scheduler.on_arrival(request(status), 101.0))
+        scheduler.on_refused(lease, status, None, 101.0)
+        scheduler.on_lease_ended(lease, Outcome.UPSTREAM_REFUSED, 101.0)
+        assert (rounds.due(engines, (), 101.0) == ["i0"]) is doubted
+        assert rounds.models_due(seen, instance, 101.5) is doubted
+        assert not rounds.models_due(seen, instance, 104.0)
+
+
 def test_an_engine_in_doubt_or_with_requests_of_others_is_looked_at_in_every_round() -> None:
     scheduler, rounds, engines = fleet(2)
     down, shared = scheduler.instances

@@ -126,7 +126,8 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         if not each.routable or now <= proven_at:
             sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
             now_down = "" if each.routable or not reason else f", now: {reason}"
-            advice = next_step_of(each) if now_down else f"{LOG} Each time hetlb waits longer before it sends requests there."
+            wait = "Each time hetlb waits longer before it sends requests there."
+            advice = next_step_of(each) if now_down else f"{LOG} {wait}"
             return StateCause("flaps", name, sentence + now_down, advice)
     if KEY_REFUSED in reason:
         sentence = reason.replace("it", name, 1)

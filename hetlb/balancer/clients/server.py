@@ -85,8 +85,8 @@ class ProxyServer:
             text = "%d connections are open: a client is refused (proxy.max_connections, ulimit -n)"
             self.refusal = _TOO_MANY if self.table.max_connections else _NO_DESCRIPTORS
             bound = "proxy.max_connections" if self.table.max_connections else "ulimit -n"
-            why = f"{limit} connections, {bound}"
-            self.driver.counted.recent.own["clients_refused"] = self.driver.now(), why
+            recent = self.driver.counted.recent
+            recent.own["clients_refused"] = self.driver.now(), f"{limit} connections, {bound}"
             self._refusals.tell(logger, Event.TOO_MANY_CONNECTIONS, text, limit)
         #: Too many refused clients keep their connections: the next ones are not waited for.
         self.crowded = len(self.connections) > limit + max(8, more)

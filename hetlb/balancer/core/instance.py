@@ -85,10 +85,10 @@ class Instance:
         "kv_need", "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases",
         "leaves_at", "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "parameters",
         "parameters_version", "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens",
-        "prompts_alone", "ranks", "removed", "sample", "sample_at", "sample_mark", "sequences", "served",
-        "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
-        "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
-        "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
+        "prompts_alone", "ranks", "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences",
+        "served", "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at",
+        "slots_pause_s", "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree",
+        "twin", "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -181,8 +181,8 @@ class Instance:
         self.pageless = False
         #: Reason why its last probes failed while it is up, "" if they did not.
         self.unhealthy = ""
-        #: Seconds of a packet and its answer while they take far longer than before, else 0.0.
-        self.far_s = 0.0
+        #: Seconds of a packet and its answer while they take far longer than before, else 0.0; its last 4xx.
+        self.far_s, self.refused_at = 0.0, -math.inf
         #: Name of an instance that is the same process, "" for none.
         self.twin = ""
         #: True if its engine sleeps (vLLM's sleep mode). Its last sleep or wake, and the time of that.

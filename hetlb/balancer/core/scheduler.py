@@ -303,6 +303,7 @@ class Scheduler:
         known, ready = retries.attempts.get(request.id), fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         refusal, busy = is_refusal(status), status in (429, 503)
+        instance.refused_at = now if refusal else instance.refused_at
         if busy and others > 0 and request.sequences and not evidence.answers.doubted:
             lease.judged = True
             instance.evidence.room.is_full(others, retry_after_s, now)

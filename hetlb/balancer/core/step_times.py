@@ -176,18 +176,6 @@ class PnormPrefill(PickleByFields):
         """Seconds that each prompt token takes in a pass at least."""
         return self.token_s if self.grid is None else self.token_s * self.grid.least
 
-    def elasticity(self, batch: float, input_tokens: float) -> tuple[float, float]:
-        """d log(seconds) / d log(batch) and / d log(input_tokens) without the grid; both rise with either."""
-        rate = self.token_s * batch * input_tokens
-        bend = self.attention_s * batch * input_tokens * input_tokens
-        high = max(rate, self.floor_s)
-        if high <= 0:
-            return (1.0, 2.0) if bend > 0 else (0.0, 0.0)
-        sum_p = (rate / high) ** self.p + (self.floor_s / high) ** self.p
-        dense = high * sum_p ** (1.0 / self.p)
-        rising = dense * (rate / high) ** self.p / sum_p
-        return (rising + bend) / (dense + bend), (rising + 2 * bend) / (dense + bend)
-
 
 #: Exponent that joins launching and computing, which overlap but for the ends of kernels. Fitted on passes of
 #: two models on B300 (vLLM 0.20.1).

@@ -28,6 +28,8 @@ _PROBED_INTERVALS: Final = 3.0
 #: Intervals between two reads of the list of models, of a busy and of an idle engine.
 _MODELS_BUSY: Final = 10.0
 _MODELS_IDLE: Final = 60.0
+#: Intervals after a refusal in which an engine is doubted.
+_DOUBTED_INTERVALS: Final = 2.0
 #: Searches for engines that are due, in one interval.
 _SCANS: Final = 4
 _LEAST_SCAN_S: Final = 0.01
@@ -122,11 +124,8 @@ class Rounds:
         return idle and instance is not None and not self._matters(instance, now)
 
     def models_due(self, seen: Looked, instance: Instance | None, now: float) -> bool:
-        """Return True if the list of models is to be read again.
-
-        After a fault another server may answer; one that lacks its own model may load it.
-        """
-        if instance is not None and (instance.evidence.wary(now) or _lacks(instance)):
+        """Return True if the list of models is to be read again."""
+        if instance is not None and self._doubted(instance, now):
             return True
         intervals = _MODELS_IDLE if seen.interval_s > self._least_s else _MODELS_BUSY
         return seen.anonymous or now - seen.models_at >= self._least_s * intervals
@@ -152,15 +151,14 @@ class Rounds:
         if (
             instance.in_flight
             or instance.evidence.health.state is not Health.UP
-            or instance.evidence.wary(now)
             or instance.unhealthy
             or instance.speed.in_doubt
-            or _lacks(instance)
+            or self._doubted(instance, now)
         ):
             return True
         return instance.asleep and len(self._scheduler.queue) > 0
 
-
-def _lacks(instance: Instance) -> bool:
-    """Return True if an engine serves other models than the fleet file says."""
-    return instance.spec.model not in ("", *instance.models)
+    def _doubted(self, instance: Instance, now: float) -> bool:
+        """Return True if another server may be at an address, or an engine may load its model."""
+        refused = now - instance.refused_at < _DOUBTED_INTERVALS * self._least_s
+        return refused or instance.evidence.wary(now) or instance.spec.model not in ("", *instance.models)

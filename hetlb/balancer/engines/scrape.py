@@ -239,12 +239,6 @@ class EngineWatch:
             self.models[name] = entries
             self.learned(listed)
 
-    def doubt(self, name: str) -> None:
-        """Look soon which models an engine has that refuses a request."""
-        seen = self._seen.get(name)
-        if seen is not None and self._now() - seen.looked_at >= self._table.interval_s:
-            seen.models_at, seen.interval_s = -math.inf, 0.0
-
     def look_up_models(self, done: Callable[[], None]) -> bool:
         """Read the lists of all engines that are up, then call `done`. False: they were read just now."""
         if not self._looking_up:
@@ -373,18 +367,14 @@ class EngineWatch:
                 instance.unhealthy = detail if result is ProbeResult.FAILED else ""
 
     def _note_network(self, name: str, seen: Looked, instance: Instance | None) -> None:
-        """Note on an instance how long a packet and its answer take, if that is far longer than before.
-
-        It stays noted while nothing is sent there, and while the instance counts as slow.
-        """
+        """Note on an instance how long a packet takes if that is far longer than before."""
         trip_s = self._pools[name][0].round_trip_s() if name in self._pools else 0.0
         if instance is None or not trip_s:
             return
         seen.least_trip_s = min(seen.least_trip_s, trip_s)
-        if trip_s >= max(_FAR_S, _FARTHER * seen.least_trip_s):
-            instance.far_s = trip_s
-        elif instance.in_flight and instance.speed.slowed_since is None:
-            instance.far_s = 0.0
+        far = trip_s >= max(_FAR_S, _FARTHER * seen.least_trip_s)
+        if far or (instance.in_flight and instance.speed.slowed_since is None):
+            instance.far_s = trip_s if far else 0.0
 
     async def _measure(self, name: str, seen: Looked, now: float) -> bool:
         """Read the metrics of an engine and pass them on. Return True if there were some."""

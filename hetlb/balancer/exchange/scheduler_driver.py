@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.clients.limiters import Limiters
-from hetlb.balancer.core.failover import is_refusal
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,
@@ -99,8 +98,6 @@ class SchedulerDriver:
         self.take_out: Callable[[InstanceChange], None] = self.change
         #: Looks which models the engines have and calls back; False right after another look.
         self.look_up: Callable[[Callable[[], None]], bool] | None = None
-        #: Called with an instance that refuses a request: another server may be at its address.
-        self.on_refusal: Callable[[str], None] = lambda name: None
         #: Requests that wait for it.
         self._unknown: dict[RequestId, Request] = {}
         #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
@@ -179,8 +176,6 @@ class SchedulerDriver:
         `features` are the request's (`request_features.py`). Another instance may get it. `retry_after_s`:
         seconds until a retry, None if the engine did not state any.
         """
-        if is_refusal(status):
-            self.on_refusal(lease.instance)
         commands = self.scheduler.on_refused(
             lease, status, retry_after_s, now, features=features, may_move=self.moves_busy
         )

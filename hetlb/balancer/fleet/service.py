@@ -440,7 +440,6 @@ class Service(FleetService):
         self.on_hurry: Callable[[], object] = lambda: None
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.scheduling.look_up = self.watch.look_up_models
-        self.scheduling.on_refusal = self.watch.doubt
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access, self.options)
         #: True if another process accepts in place of this one.

@@ -154,7 +154,7 @@ class Recent:
     actual seconds from dispatch on.
     """
 
-    __slots__ = ("_paces", "lag_s", "own", "points", "stretches")
+    __slots__ = ("lag_s", "own", "paces", "points", "stretches")
 
     def __init__(self) -> None:
         #: Trouble of this proxy itself by its cause: the last time, and why.
@@ -163,7 +163,7 @@ class Recent:
         self.lag_s = 0.0
         self.stretches: dict[int, Stretch] = {}
         #: By instance.
-        self._paces: dict[str, EnginePace] = {}
+        self.paces: dict[str, EnginePace] = {}
         self.points: list[tuple[float, str, float, float, float, float]] = []
 
     def finished(self, record: RequestRecord) -> None:
@@ -199,12 +199,12 @@ class Recent:
 
     def sample(self, scheduler: Scheduler, now: float) -> None:
         """Keep a sample of queue and load, of the first instances alone, and look at the paces of all."""
-        paces, self._paces = self._paces, {}
+        paces, self.paces = self.paces, {}
         for each in scheduler.instances:
             pace = paces.get(each.name)
             if pace is None or pace.speed is not each.speed:
                 pace = EnginePace(each.speed)
-            self._paces[each.name] = pace
+            self.paces[each.name] = pace
             pace.look(each)
         index = math.floor(now / BIN_S)
         loads = {
@@ -221,15 +221,9 @@ class Recent:
         for number in range(begin, index + 1):
             self.stretch(number).levels = levels
 
-    def take_samples(self, other: Recent) -> None:
-        """Take over the samples of queue and load, and the paces, of another process. Counts stay."""
-        self._paces = other._paces
-        for number, stretch in other.stretches.items():
-            self.stretch(number).levels = stretch.levels
-
     def pace(self, instance: str) -> float:
         """Return the pace of an engine."""
-        pace = self._paces.get(instance)
+        pace = self.paces.get(instance)
         return 0.0 if pace is None else pace.value
 
     def late(self, lag_s: float) -> None:

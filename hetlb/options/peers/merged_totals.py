@@ -52,6 +52,13 @@ def add_recent(whole: Recent, part: Recent) -> None:
         whole.own[cause] = max(told, whole.own.get(cause, told))
 
 
+def take_samples(whole: Recent, other: Recent) -> None:
+    """Take over the samples of queue and load, and the paces, of another process. Counts stay."""
+    whole.paces = other.paces
+    for number, stretch in other.stretches.items():
+        whole.stretch(number).levels = stretch.levels
+
+
 def _add(whole: Any, part: Any, names: Sequence[str]) -> None:
     for name in names:
         setattr(whole, name, getattr(whole, name) + getattr(part, name))

@@ -31,7 +31,7 @@ from hetlb.balancer.telemetry.recent import Recent, add_counts
 from hetlb.errors import InputError
 from hetlb.options.peers import share, share_in
 from hetlb.options.peers.control import ChildControl, ChildState, Packet
-from hetlb.options.peers.merged_totals import add_recent, add_totals, merge_reloads
+from hetlb.options.peers.merged_totals import add_recent, add_totals, merge_reloads, take_samples
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.tally import Tally
 from hetlb.systemd import Listeners
@@ -278,7 +278,7 @@ class Worker(Service):
             add_totals(whole, other.totals)
             merge_reloads(whole, other.totals)
             add_recent(own.recent, other.recent)
-        own.recent.take_samples(self.driver.counted.recent)
+        take_samples(own.recent, self.driver.counted.recent)
         return whole
 
     @property

@@ -540,6 +540,22 @@ def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> fl
     return ratio[nearest]
 
 
+def _elasticity(form: PnormPrefill, batch: float, input_tokens: float) -> tuple[float, float]:
+    """Return d log(seconds) / d log(batch) and / d log(input_tokens) without the grid.
+
+    Both rise with either.
+    """
+    rate = form.token_s * batch * input_tokens
+    bend = form.attention_s * batch * input_tokens * input_tokens
+    high = max(rate, form.floor_s)
+    if high <= 0:
+        return (1.0, 2.0) if bend > 0 else (0.0, 0.0)
+    sum_p = (rate / high) ** form.p + (form.floor_s / high) ** form.p
+    dense = high * sum_p ** (1.0 / form.p)
+    rising = dense * (rate / high) ** form.p / sum_p
+    return (rising + bend) / (dense + bend), (rising + 2 * bend) / (dense + bend)
+
+
 def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[int]) -> tuple[_Array, _Array]:
     """Return the least rise of the logarithm of `base` from node to node, were its slope the least there.
 
@@ -550,15 +566,15 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
     steps_b = np.empty((len(batches) - 1, len(lengths)))
     steps_l = np.empty((len(batches), len(lengths) - 1))
     for i, j in np.ndindex(steps_b.shape):
-        slope = base.elasticity(batches[i], lengths[max(0, j - 1)])[0]
+        slope = _elasticity(base, batches[i], lengths[max(0, j - 1)])[0]
         steps_b[i, j] = slope * (log_b[i + 1] - log_b[i])
     for i, j in np.ndindex(steps_l.shape):
-        slope = base.elasticity(batches[max(0, i - 1)], lengths[j])[1]
+        slope = _elasticity(base, batches[max(0, i - 1)], lengths[j])[1]
         steps_l[i, j] = slope * (log_l[j + 1] - log_l[j])
     # Beyond the grid's lower edges the correction is constant along one axis and varies along the other.
     # The base is even flatter there: use its slope at batch 1 and one token.
-    steps_b[:, 0] = [base.elasticity(b, 1)[0] * (log_b[i + 1] - log_b[i]) for i, b in enumerate(batches[:-1])]
-    steps_l[0, :] = [base.elasticity(1, n)[1] * (log_l[j + 1] - log_l[j]) for j, n in enumerate(lengths[:-1])]
+    steps_b[:, 0] = np.diff(log_b) * [_elasticity(base, each, 1)[0] for each in batches[:-1]]
+    steps_l[0, :] = np.diff(log_l) * [_elasticity(base, 1, each)[1] for each in lengths[:-1]]
     return steps_b, steps_l
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from hetlb.errors import ConfigError, ConfigErrors
 from hetlb.inputs.mistakes import one_of, short
-from hetlb.inputs.urls import check_stage_url
+from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, LinkSpec
@@ -109,7 +109,9 @@ def resolve_stages(table: StagesFile, path: Path) -> StageGroup:
             raise ConfigError(f"{at}.name: expected letters, digits and . _ : -, got {short(worker.name)}")
         if worker.name in workers:
             raise ConfigError(f"{at}.name: expected a name used once, got {worker.name!r} again")
-        url = check_stage_url(worker.url, f"{at}.url")
+        url = check_url(worker.url, f"{at}.url")
+        if not urlsplit(url).port:
+            raise ConfigError(f"{at}.url: expected a URL like http://host:9100, got {short(worker.url)}")
         if table.ca_file is not None and not url.startswith("https://"):
             raise ConfigError(f"{at}.url: expected https:// with ca_file, got {short(worker.url)}")
         workers[worker.name] = url
