@@ -8,10 +8,12 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
@@ -38,9 +40,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if asked_for else True
 
 
+def _rewrite_share(config: pytest.Config) -> None:
+    """Rewrite the asserts of this worker's share of the files: in a fresh checkout each would rewrite all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or sys.dont_write_bytecode:
+        return
+    asked_for = [Path(each.partition("::")[0]) for each in config.args]
+    files = sorted(
+        file for path in asked_for for file in ([path] if path.suffix else path.rglob("test_*.py"))
+    )
+    for file in files[int(worker[2:]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+        kept = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
+        kept.parent.mkdir(exist_ok=True)
+        if file.parent.name != "vllm" and rewrite._read_pyc(file, kept) is None:
+            file_stat, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, file_stat, kept)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Find the tests without garbage collections: what is found, hundreds of thousands of objects, stays."""
+    _rewrite_share(session.config)
     gc.disable()
     result = yield
     gc.freeze()
