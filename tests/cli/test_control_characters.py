@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
-from aiohttp.test_utils import TestServer
-from helpers import HANG_S
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 from serve_process import serve_process
 
+from hetlb.cli.main import main
 from hetlb.errors import HetlbError, InputError, visible
 from hetlb.tools.tables import Console
 
@@ -28,35 +28,41 @@ ODD = "m\x1b[31m\x07\x9b2J\x1b]0;t\x07\nFORGED\u202e[/x]"
 PROFILE = Path(__file__).parents[2] / "hetlb/tools/demo/fast.yaml"
 
 
-async def answer(request: web.Request) -> web.Response:
-    """Answer as an engine whose every text is odd."""
-    if request.path == "/health":
-        return web.Response()
-    if request.path == "/v1/models":
-        return web.json_response({"data": [{"id": ODD, "root": ODD, "max_model_len": 4096}]})
-    if request.path == "/version":
-        return web.json_response({"version": ODD})
-    if request.path == "/metrics":
-        return web.Response(text="")
-    return web.json_response({"error": {"message": ODD, "type": ODD, "code": ODD}}, status=400, reason="x")
+class Answering(BaseHTTPRequestHandler):
+    """An engine whose every text is odd."""
+
+    def do_GET(self) -> None:
+        answers: dict[str, Any] = {
+            "/health": "",
+            "/metrics": "",
+            "/v1/models": {"data": [{"id": ODD, "root": ODD, "max_model_len": 4096}]},
+            "/version": {"version": ODD},
+        }
+        error = {"error": {"message": ODD, "type": ODD, "code": ODD}}
+        document = answers.get(self.path, error)
+        body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(400 if document is error else 200, "x")
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
-@asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    async with TestServer(app) as server:
-        yield str(server.make_url("")).rstrip("/")
-
-
-async def printed(folder: Path, *arguments: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "hetlb", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=folder,
-    )  # fmt: skip
-    async with asyncio.timeout(HANG_S):
-        out, _ = await process.communicate()
-    return out.decode()
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Address of such an engine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
 
 
 def assert_tame(arguments: object, said: str) -> None:
@@ -91,41 +97,56 @@ def assert_tame(arguments: object, said: str) -> None:
     ],
     ids=lambda command: " ".join(command)[:30].encode("ascii", "replace").decode(),
 )
-async def test_what_an_engine_or_a_file_says_is_printed_as_text(
-    tmp_path: Path, command: tuple[str, ...]
+def test_what_an_engine_or_a_file_says_is_printed_as_text(
+    tmp_path: Path,
+    command: tuple[str, ...],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    async with engine() as url:
-        profile: dict[str, Any] = yaml.safe_load(PROFILE.read_text())
-        (tmp_path / "odd.yaml").write_text(yaml.safe_dump({**profile, "name": ODD}))
-        for name, instance in (("fleet", {"url": url}), ("paper", {"url": url, "profile": "odd.yaml"})):
-            model = {"name": ODD, "instances": [{"name": "e", **instance}]}
-            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"version": 1, "models": [model]}))
-        job = {"custom_id": ODD, "method": "POST", "url": "/v1/chat/completions", "body": {"model": ODD}}
-        (tmp_path / "in.jsonl").write_text(json.dumps(job) + "\n")
-        (tmp_path / "odd.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n0,{ODD},3\n")
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [ODD], "_name_or_path": ODD}))
-        arguments = [url if each == "URL" else each for each in command]
-        assert_tame(command, await printed(tmp_path, *arguments))
+    profile: dict[str, Any] = yaml.safe_load(PROFILE.read_text())
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump({**profile, "name": ODD}))
+    for name, instance in (("fleet", {"url": url}), ("paper", {"url": url, "profile": "odd.yaml"})):
+        model = {"name": ODD, "instances": [{"name": "e", **instance}]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"version": 1, "models": [model]}))
+    job = {"custom_id": ODD, "method": "POST", "url": "/v1/chat/completions", "body": {"model": ODD}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(job) + "\n")
+    (tmp_path / "odd.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n0,{ODD},3\n")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [ODD], "_name_or_path": ODD}))
+    arguments = [url if each == "URL" else each for each in command]
+    monkeypatch.chdir(tmp_path)
+    main(arguments)
+    assert_tame(command, "".join(capfd.readouterr()))
 
 
-async def test_the_commands_that_watch_a_proxy(tmp_path: Path) -> None:
-    async with engine() as url:
-        fleet = {
-            "version": 1, "listen": {"port": 0}, "admin": {"port": 0},
-            "models": [{"name": ODD, "instances": [{"name": "e", "url": url}]}],
-        }  # fmt: skip
-        path = tmp_path / "fleet.yaml"
-        path.write_text(yaml.safe_dump(fleet))
-        async with serve_process("-m", "hetlb", "serve", "--config", str(path)) as (main, admin):
-            await printed(tmp_path, "bench", "--url", main, "--num-prompts", "2", "--request-rate", "inf")
-            for command in (
-                ("status", "--admin", admin),
-                ("top", "--once", "--admin", admin),
-                ("explain", "--last", "3", "--url", admin),
-                ("policy", "--admin", admin),
-                ("drain", "e", "--admin", admin),
-            ):
-                assert_tame(command, await printed(tmp_path, *command))
+def ask(proxy: str) -> None:
+    """Send the proxy one request, which fails."""
+    body = json.dumps({"model": ODD, "prompt": "x"}).encode()
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(urllib.request.Request(f"{proxy}/v1/completions", body))
+
+
+async def test_the_commands_that_watch_a_proxy(
+    tmp_path: Path, url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fleet = {
+        "version": 1, "listen": {"port": 0}, "admin": {"port": 0},
+        "models": [{"name": ODD, "instances": [{"name": "e", "url": url}]}],
+    }  # fmt: skip
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump(fleet))
+    async with serve_process("-m", "hetlb", "serve", "--config", str(path)) as (proxy, admin):
+        await asyncio.to_thread(ask, proxy)
+        for command in (
+            ("status", "--admin", admin),
+            ("top", "--once", "--admin", admin),
+            ("explain", "--last", "3", "--url", admin),
+            ("policy", "--admin", admin),
+            ("drain", "e", "--admin", admin),
+        ):
+            capfd.readouterr()
+            await asyncio.to_thread(main, list(command))
+            assert_tame(command, "".join(capfd.readouterr()))
 
 
 @given(st.text())
