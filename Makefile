@@ -4,7 +4,7 @@
 #   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
-#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on each there is
+#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on each there is; test-newest-python
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types, of the benches too
 #   make smoke      a short run of every bench, to see that it still runs (some minutes)
@@ -43,7 +43,7 @@ SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the parent of workers.
 INTERPRETED_OPTIONS := dns instance_files kubernetes tracing
 COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
-  tests/sim tests/emulator $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
+  tests/sim $(addprefix tests/emulator/test_,data_parallel.py generation.py prefix_caching.py) $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
   --ignore=tests/sim/test_against.py --ignore=tests/options/peers/workers/test_supervisor.py
 PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeout pytest-xdist python-multipart \
   tokenizers trustme websockets
@@ -57,7 +57,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help wheel release-check boards docs pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: help wheel release-check boards docs pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-newest-python test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -110,6 +110,10 @@ test-pythons:
 	for each in $(PYTHONS); do \
 	  $(MAKE) install-python PYTHON=$$each || { echo "$$each: not tested, its packages cannot be installed" >&2; continue; }; \
 	  $(MAKE) test-python PYTHON=$$each || exit; done
+
+# What a Python between this one and the newest breaks, one of the two breaks too.
+test-newest-python:
+	$(MAKE) test-pythons PYTHONS="$(lastword $(PYTHONS))"
 
 test-slow: .venv/.dev
 	$(TESTS) $(BIN)/python $(SPREAD) -m 'slow and not vllm' $(SLOW)

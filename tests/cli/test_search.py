@@ -18,6 +18,12 @@ CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 L40S = str(CLUSTERS / "l40s-llama-70b.yaml")
 
 
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for each layout: of 2,000."""
+    monkeypatch.setattr("hetlb.tools.plan.layouts._MOST_REQUESTS", 300)
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     rng = random.Random(3)
@@ -219,10 +225,7 @@ def test_unequal_layouts_and_what_vllm_refuses(
     assert machine["layouts"][0]["cost_per_hour"] == pytest.approx(15.0)
 
 
-def test_a_rate_and_targets(
-    capsys: pytest.CaptureFixture[str], six: str, trace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hetlb.tools.plan.layouts._MOST_REQUESTS", 500)  # of 2,000
+def test_a_rate_and_targets(capsys: pytest.CaptureFixture[str], six: str, trace: str) -> None:
     document = search_json(capsys, six, trace, "--request-rate", "2", "--goodput", "ttft:2000", "tpot:100")
     best = document["machines"][0]["layouts"][0]
     assert best["simulated"]["slo_attainment"] > 0.99

@@ -22,5 +22,5 @@ def test_the_kept_corpus(name: str, path: Path) -> None:
 def test_small_changes_of_it(name: str) -> None:
     rng = random.Random(1)
     kept = [path.read_bytes() for path in seeds(name)]
-    for _ in range(300):
+    for _ in range(150):
         TARGETS[name](mutate(rng, rng.choice(kept), kept))

@@ -197,7 +197,7 @@ def test_calls_per_byte_are_few_and_flat_over_three_doublings(name: str) -> None
     tests.
     """
     reader, make, size = CASES[name]
-    inputs = [make(size // 4 << doubling) for doubling in range(4)]
+    inputs = [make(size // 8 << doubling) for doubling in range(4)]
     reader(inputs[0])
     most = allowed(name)[0] * len(inputs[3]) + TURNS
     for _ in range(2):

@@ -181,7 +181,10 @@ def test_ranks_over_machines_and_pipelines_of_ranks_are_refused_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_rent_has_data_parallel_servers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rent_has_data_parallel_servers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.tools.plan.rent_simulation._MOST_REQUESTS", 300)
     offer = {"gpu": "H200", "price_per_hour": 2.0, "available": 8, "memory_bytes": MEMORY}
     peaks = {"flops": 989e12, "bandwidth_bytes_per_s": 4.8e12}
     document = {

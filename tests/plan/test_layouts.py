@@ -139,7 +139,7 @@ def test_a_pipeline_holds_what_its_gpus_hold_together() -> None:
 
 @pytest.mark.parametrize("rate", [4.0, 40.0, math.inf])
 def test_together_is_at_least_one_by_one(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetlb.tools.plan.layouts._MOST_REQUESTS", 400)  # of 2,000: as many for each layout
+    monkeypatch.setattr("hetlb.tools.plan.layouts._MOST_REQUESTS", 120)  # of 2,000: as many for each layout
     machines = [box("a", "a100_sxm", 2, (1, 2)), box("l", "l40s", 2, (1, 2))]
     whole = fleet(machines, rate, SloLimits(0.3, 0.03))
     share = rate / 2

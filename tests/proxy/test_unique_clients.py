@@ -32,7 +32,7 @@ ASK = (
     b"x-request-id: r%d\r\ncontent-length: %d\r\n\r\n%b"
 )
 #: Clients before the first look; more come than any bound that is set here.
-CLIENTS = 300
+CLIENTS = 160
 #: Clients at once.
 AT_ONCE = 4
 

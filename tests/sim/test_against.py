@@ -144,25 +144,25 @@ def test_the_time_to_join_a_running_engine_is_what_the_engine_model_takes(asynch
 
 def test_a_correction_that_makes_another_load_worse_is_refused() -> None:
     wrong = replace(ENGINE, latency=replace(TRUE, host_s=0.004))
-    found = fit_corrections(LOG.requests, wrong)
-    tested = reach(LOG.requests, wrong, found)
+    told = log_of(ENGINE, asked(4.0, 100)).requests
+    tested = reach(told, wrong, fit_corrections(told, wrong))
     assert not tested.harms
     assert abs(tested.after) < 0.3 * abs(tested.before)
     assert tested.times >= 1.0
     assert tested.sequences > 1
     # The quiet half was slowed down by something that the busy half did not meet.
-    loads = replay(LOG.requests, ENGINE).loads
+    loads = replay(told, ENGINE).loads
     middle = sorted(loads)[len(loads) // 2]
     slowed = [
         replace(each, ttft_s=1.5 * each.ttft_s, e2e_s=1.5 * each.e2e_s) if load < middle else each
-        for each, load in zip(LOG.requests, loads, strict=True)
+        for each, load in zip(told, loads, strict=True)
     ]
     assert reach(slowed, ENGINE, Corrections()).harms
 
 
 def test_a_correction_holds_up_to_the_load_at_which_another_form_says_the_same() -> None:
     server = replace(ENGINE, latency=replace(TRUE, mixed=MixedTerm(0.0, 2.5e-7, 0.0, 0.0)))
-    told = log_of(server, asked(3.0)).requests
+    told = log_of(server, asked(3.0, 100)).requests
     found = fit_corrections(told, ENGINE)
     tested = reach(told, ENGINE, found)
     assert 1.0 <= tested.times < 2.0
