@@ -25,7 +25,7 @@ from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.market import load_market
 from hetlb.tools.plan.planning import make_table, measure_alone, measure_table
 from hetlb.tools.plan.rent_program import Problem, RentPlan, assign
-from hetlb.tools.plan.rent_search import make_plan
+from hetlb.tools.plan.rent_search import PlanSearch
 from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 
 #: Arrivals over the rate of the best rent of one kind of GPU.
@@ -53,7 +53,7 @@ def latency(bench: Bench) -> list[dict[str, Any]]:
     for key, trace, budget in itertools.product(KEYS, TRACES, (15.0, 30.0)):
         limits = SolveLimits(1e-3, time.monotonic() + 300)
         table = measure_table(bench.table(key, trace, budget, "avail2"), bench.measured, limits)
-        planned = make_plan(table, bench.measured, limits)
+        planned = PlanSearch(table, bench.measured, limits).solved()
         one = homogeneous(planned.problem)
         if one is None:
             continue

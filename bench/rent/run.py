@@ -44,7 +44,7 @@ from hetlb.tools.plan.rent_program import (
     prune,
     relaxation,
 )
-from hetlb.tools.plan.rent_search import make_plan
+from hetlb.tools.plan.rent_search import PlanSearch
 from hetlb.tools.plan.rent_simulation import simulate_plan
 from hetlb.tools.plan.replan import moves_between, replan
 from hetlb.tools.plan.throughput import Measured
@@ -420,7 +420,7 @@ def truth(bench: Bench) -> dict[str, Any]:
         table = bench.table(*case)
         limits = SolveLimits(1e-4, time.monotonic() + 300)
         table = measure_table(table, bench.measured, limits)
-        planned = make_plan(table, bench.measured, limits)
+        planned = PlanSearch(table, bench.measured, limits).solved()
         plan = planned.plan
         row: dict[str, Any] = {
             "case": case,
@@ -467,7 +467,7 @@ def division(bench: Bench) -> dict[str, Any]:
         path = paper.write_market(bench.work / f"made-up-{seed}.yaml", made_up.market(seed))
         limits = SolveLimits(1e-4, time.monotonic() + 300)
         table = measure_table(make_table(load_market(path), bench.measured), bench.measured, limits)
-        plan = make_plan(table, bench.measured, limits).plan
+        plan = PlanSearch(table, bench.measured, limits).solved().plan
         row: dict[str, Any] = {"market": seed, "planned": plan.throughput, "rent": dict(plan.counts)}
         for predictor in ("oracle", "empirical"):
             for plain in (True, False):
@@ -510,7 +510,7 @@ def parts(bench: Bench) -> dict[str, Any]:
             limits = SolveLimits(1e-4, time.monotonic() + bench.seconds)
             try:
                 table = measure_table(make_table(load_market(path), bench.measured), bench.measured, limits)
-                plan = make_plan(table, bench.measured, limits).plan
+                plan = PlanSearch(table, bench.measured, limits).solved().plan
             except (ConfigError, PlanError):
                 rates[without] = 0.0
                 continue

@@ -33,7 +33,7 @@ from hetlb.tools.plan.rent_program import (
     prune,
     solve,
 )
-from hetlb.tools.plan.rent_search import make_plan
+from hetlb.tools.plan.rent_search import PlanSearch
 from hetlb.tools.plan.rent_simulation import engines_of, worth_of
 from hetlb.tools.plan.replan import moves_between, replan
 from hetlb.tools.plan.throughput import Measured, Mix
@@ -417,7 +417,7 @@ def measured_plan(table: Table, measured: Mixed, gpus: Iterable[str]) -> RentPla
     own = tuple(c for c in problem.configurations if set(c.gpus) <= set(gpus))
     table = replace(table, problem=replace(problem, configurations=own))
     try:
-        return make_plan(measure_table(table, measured, USUAL), measured, USUAL).plan
+        return PlanSearch(measure_table(table, measured, USUAL), measured, USUAL).solved().plan
     except PlanError:
         return None
 
@@ -500,7 +500,7 @@ def test_a_plan_over_estimates_of_types_alone_is_measured(
     )
     table = replace(table, problem=replace(problem, configurations=estimated))
     try:
-        plan = make_plan(table, measured, USUAL).plan
+        plan = PlanSearch(table, measured, USUAL).solved().plan
     except PlanError as error:
         assert "worth of work" not in str(error)  # noqa: PT017 - a market without a plan is one line
         return
@@ -515,6 +515,6 @@ def test_what_no_time_is_left_for_is_a_plan_by_estimates() -> None:
     measured = Measured()
     none_left = SolveLimits(deadline=0.0)
     table = measure_table(table, measured, none_left)
-    solved = make_plan(table, measured, none_left)
+    solved = PlanSearch(table, measured, none_left).solved()
     assert (table.measured, table.choosable, solved.plans, measured.runs) == (0, 4, 0, 0)
     assert solved.plan.throughput > 0

@@ -323,13 +323,6 @@ def _parts(problem: Problem) -> Iterator[Problem]:
             yield without_pipelines(part)
 
 
-def make_plan(
-    table: Table, measured: Measured, limits: SolveLimits, on_progress: OnProgress | None = None
-) -> SolvedPlan:
-    """Return the best measured plan. Raises `PlanError` if there is none."""
-    return PlanSearch(table, measured, limits, on_progress).solved()
-
-
 def _bound(problem: Problem, limits: SolveLimits) -> float:
     """Return the throughput (with a target rate the cost) that no plan of the measured rates exceeds."""
     relaxed = abs(relaxation(problem)[0])

@@ -22,7 +22,7 @@ from hetlb.tools.plan.placement.estimate import Estimator
 from hetlb.tools.plan.placement.flow import Flow, PlacementFlows
 from hetlb.tools.plan.placement.flow_bounds import flow_bound
 from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Placement, PlaceNode
-from hetlb.tools.plan.placement.place_search import PlacementCandidate, PlacementSearch
+from hetlb.tools.plan.placement.place_search import FIRST_WINDOW_S, PlacementCandidate, PlacementSearch
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.tools.workload.arrivals import gaps_s
 
@@ -32,8 +32,6 @@ _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 _GIVEN_SHARE = 0.7
 #: Seconds of virtual time before the measurement: of an empty cluster, and of one that begins full.
 _WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
-#: Least share of its window of a stopped run that counts.
-_LEAST_WINDOW_SHARE = 0.3
 #: Seconds of arrivals of an online load, of a run that goes on.
 _MOST_WINDOW_S = 3600.0
 
@@ -65,15 +63,12 @@ class PlacementSimulator:
     def run(
         self, placement: Placement, flow: Flow, seconds: float, limits: SolveLimits
     ) -> PipelineResult | None:
-        """Simulate, with every path checked; None where the limits ended it too early. Raises `PlanError`."""
-        simulation = self.simulation(placement, flow)
+        """Simulate over doubled windows up to `seconds`; None if the limits ended the first one."""
+        run, window_s = self.begin(placement, flow), min(FIRST_WINDOW_S, seconds)
         with limits.stopping():
-            if math.isinf(self.rate):
-                result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
-            else:
-                arrivals = self.arrivals(seconds)
-                result = simulation.run_online(arrivals, warm_up_s=_WARM_UP_S, measured_s=seconds)
-        return result if result.window_s >= _LEAST_WINDOW_SHARE * seconds else None
+            while run.advance(window_s) is not None and window_s < seconds:
+                window_s = min(2.0 * window_s, seconds)
+        return run.result
 
     def arrivals(self, seconds: float) -> list[float]:
         """Return the arrival times of an online load."""
