@@ -92,7 +92,7 @@ def test_two_names_of_one_process_are_found_under_load(seed: int, rate: float, l
         scheduler, {"a": process, "b": process}, random.Random(seed), rate=rate, seconds=120.0, length=length
     )
     assert at is not None
-    assert at <= 20.0 + 60.0 / rate
+    assert at <= 14.0 + 35.0 / rate
 
 
 @pytest.mark.parametrize("length", [0, 20])

@@ -15,15 +15,14 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
 
-#: Least number of answers in a stretch of time that is compared, and the same as a multiple of the running.
+#: Least number of answers in a stretch of time that is compared; as many as run, too.
 _LEAST_ANSWERS: Final = 10
-_ANSWERS_PER_RUNNING: Final = 2
 #: Ratio of tokens computed to tokens of answers in a stretch: least and most of one process.
 _LEAST_RATIO: Final = 0.75
 _MOST_RATIO: Final = 1.33
 #: Stretches that agree, but for as many others, and scrapes in a row that fit one process: then it is one.
 _SURE: Final = 3
-_SURE_SCRAPES: Final = 6
+_SURE_SCRAPES: Final = 4
 #: Most seconds between two scrapes of which the later may not have much more.
 _NEAR_S: Final = 0.6
 #: Other names of one process that are looked for: of a thousand servers each would be compared with each.
@@ -49,21 +48,20 @@ class Scraped:
 class Pair:
     """Comparison of two instances whose processes began at the same tick."""
 
-    __slots__ = ("_answers", "_computed", "_sent", "agree", "fitting", "last", "sure")
+    __slots__ = ("_begins", "agree", "fitting", "last", "sure")
 
     def __init__(self) -> None:
         #: Last scrape of each, by incarnation.
         self.last: dict[int, Scraped] = {}
-        #: Begin of the stretch: answers, their tokens, and tokens computed; below 0: there is none.
-        self._answers = self._sent = 0
-        self._computed = -1
+        #: Begin of the stretch of each, by incarnation: answers, their tokens, and tokens computed.
+        self._begins: dict[int, tuple[int, int, int]] = {}
         #: Stretches that agree less stretches that do not; scrapes in a row that fit; True once both are
         #: enough.
         self.agree = self.fitting = 0
         self.sure = False
 
-    def scraped(self, one: Instance, other: Instance, *, first: bool, now: float) -> None:
-        """Compare after a scrape of `one`; a stretch goes from a scrape of the `first` to a later one."""
+    def scraped(self, one: Instance, other: Instance, now: float) -> None:
+        """Compare after a scrape of `one`; a stretch goes from a scrape of a name to a later one of it."""
         sample = one.sample
         if sample is None or sample.answered is None or sample.cpu_s is None:
             return
@@ -73,25 +71,26 @@ class Pair:
         if before is not None and there is not None and there.at <= now - sample.age_s:
             if not _fits(found, before, there):
                 self.agree = self.fitting = 0
-                self.sure, self._computed = False, -1
+                self.sure = False
+                self._begins.clear()
                 return
             self.fitting += now - there.at <= _NEAR_S
-        if first:
-            self._compare(found.answered, one, other)
+        self._compare(found.answered, one, other)
 
     def _compare(self, computed: int, one: Instance, other: Instance) -> None:
         sent = one.answered_tokens + other.answered_tokens
         answers = one.booked - one.in_flight + other.booked - other.in_flight
-        if self._computed >= 0:
-            ended, tokens = answers - self._answers, sent - self._sent
+        begin = self._begins.get(one.incarnation)
+        if begin is not None:
+            ended, tokens = answers - begin[0], sent - begin[1]
             running = one.sequences + other.sequences
-            if tokens <= 0 or ended < max(_LEAST_ANSWERS, _ANSWERS_PER_RUNNING * running):
+            if tokens <= 0 or ended < max(_LEAST_ANSWERS, running):
                 return
-            fits = _LEAST_RATIO <= (computed - self._computed) / tokens <= _MOST_RATIO
+            fits = _LEAST_RATIO <= (computed - begin[2]) / tokens <= _MOST_RATIO
             self.agree = max(0, min(_SURE, self.agree + (1 if fits else -1)))
             if self.agree in (0, _SURE):
                 self.sure = self.agree == _SURE and self.fitting >= _SURE_SCRAPES
-        self._answers, self._sent, self._computed = answers, sent, computed
+        self._begins[one.incarnation] = answers, sent, computed
 
 
 def _fits(found: Scraped, before: Scraped, there: Scraped) -> bool:
@@ -127,7 +126,7 @@ class Twins:
         pair = self.pairs.get(key)
         if pair is None:
             pair = self.pairs[key] = Pair()
-        pair.scraped(instance, other, first=first, now=now)
+        pair.scraped(instance, other, now)
         if pair.sure:
             newer.twin = older.name
         elif newer.twin == older.name:
