@@ -483,6 +483,23 @@ def test_an_offer_that_is_slower_and_dearer_changes_nothing(drawn: tuple[Table, 
     assert (found.counts, found.rates) == (plan.counts, plan.rates)
 
 
+def test_of_many_offers_a_plan_may_rent_any_number() -> None:
+    """Six offers are not planned in every combination; three of them are the budget."""
+    base, gpus = load_profile(DEMO / "fast.yaml"), [f"g{n}" for n in range(6)]
+    rates = {gpu: {100: 1.0 + n / 10} for n, gpu in enumerate(gpus)}
+    found = tuple(
+        Configuration(gpu, "m", {gpu: 1}, {"a": 1.0}, profile=msgspec.structs.replace(base, name=gpu))
+        for gpu in gpus
+    )
+    types = (RequestType("a", "m", 1.0, ((100, 10),)),)
+    problem = Problem(types, found, dict.fromkeys(gpus, 1.0), dict.fromkeys(gpus, 1.0), 3.5)
+    table = Table(load_market(MARKETS / "toy.yaml"), problem)
+    plan = measured_plan(table, Mixed(rates, dict.fromkeys(gpus, 0.0)), gpus)
+    assert plan is not None
+    assert plan.counts == {"g3": 1, "g4": 1, "g5": 1}
+    assert plan.throughput == pytest.approx(1.3 + 1.4 + 1.5)
+
+
 @settings(max_examples=8, deadline=None)
 @given(mixed_markets(), st.data())
 def test_a_plan_over_estimates_of_types_alone_is_measured(

@@ -129,17 +129,20 @@ class PlanSearch:
         """Plan the market and its parts; `best` is the best. Raises `PlanError` if there is no plan.
 
         Only measurements of a part and of smaller parts decide on its plan, so that an offer more changes
-        no plan of the others. A plan that leaves GPUs of its part unused is of a smaller part.
+        no plan of the others. A plan that leaves GPUs of its part unused is of a smaller part, if all are
+        planned.
         """
         whole = self._table.problem
+        closed = len(_gpus(whole)) <= _MOST_COMBINED
         self._take(self.best_of(whole, required=True))
         best: MeasuredPlan | None = None
         for part in _parts(whole):
             for informed in (False, True):
                 found = self.best_of(part, informed=informed)
-                if found is not None and _gpus(part, found.plan.counts) == _gpus(part):
-                    best = better(whole, best, found)
-                    self._take(found)
+                if found is None or (closed and _gpus(part, found.plan.counts) != _gpus(part)):
+                    continue
+                best = better(whole, best, found)
+                self._take(found)
         for each in (*by_degree(whole).values(), uniform(whole)):
             best = better(whole, best, self.best_of(each))
         self.best = best or self.best
