@@ -159,7 +159,7 @@ def test_a_fleet_from_addresses() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected requests, got nothing; read are: hetlb's CSV (arrival_s,input_tokens,output_tokens)"),
+        ("", "expected requests, got nothing; hetlb reads: hetlb's CSV (arrival_s,input_tokens"),
         ("arrival_s,input_tokens,output_tokens\n", "expected at least one row"),
         ("arrival_s,input_tokens,output_tokens\n0,x,1\n", "line 2: input_tokens: expected a whole number"),
         ("arrival_s,input_tokens,output_tokens\n0,0,1\n", "line 2: input_tokens: expected a whole"),

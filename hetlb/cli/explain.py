@@ -227,7 +227,7 @@ def _narrow(table: Table) -> None:
 def _head(name: str, weight: float | None) -> str:
     """Return the column header of a term: weight, name, unit."""
     words = name.removesuffix("_s").replace("_", "\n") + "\ns" * name.endswith("_s")
-    return words if weight is None else f"{weight:g} x\n{words}"
+    return words if weight is None else f"{weight:.3g} x\n{words}"
 
 
 def _figure(value: float | None) -> str:

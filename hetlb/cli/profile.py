@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
 def _about_files(args: argparse.Namespace) -> int:
     needed = {"show": 1, "compare": 2}.get(args.verb, len(args.files) or 1)
     if len(args.files) != needed or args.source or args.url or args.out:
-        what = "folders or profile files" if args.verb == "list" else f"{needed} profile file(s)"
+        files = "one profile file" if needed == 1 else "two profile files"
+        what = "folders or profile files" if args.verb == "list" else files
         raise InputError(f"{args.verb}: expected {what} and no --url, --from or --out")
     if args.verb == "list":
         rows = shown.listing(args.files)

@@ -14,6 +14,7 @@ import pytest
 
 import hetlb
 from hetlb.build import compiled
+from hetlb.cli.explain import _head
 from hetlb.cli.main import main
 
 PROFILE = """\
@@ -111,6 +112,14 @@ def test_the_score_is_the_sum_of_the_terms_that_are_shown(
     out = capsys.readouterr().out
     assert "30 x" in out, "the weight of a first token"
     assert "0.2 x" in out, "the weight of all being done later, as no more requests come"
+
+
+def test_a_weight_is_shown_with_three_digits() -> None:
+    assert [_head("own_s", each) for each in (30.0, 124.0 / 3.0, 0.600568)] == [
+        "30 x\nown\ns",
+        "41.3 x\nown\ns",
+        "0.601 x\nown\ns",
+    ]
 
 
 def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,8 +137,8 @@ def test_mistakes_in_a_csv(
         (["--from", f"csv:{DATA}", "--out", "x.yaml"], "--tp: expected one to be chosen out of 1, 8"),
         (["--from", f"csv:{DATA}", "--tp", "3", "--out", "x.yaml"], "--tp: expected one of 1, 8, got '3'"),
         (["--from", "csv:/nowhere.csv", "--out", "x.yaml"], "no such file"),
-        (["show"], "show: expected 1 profile file"),
-        (["compare", "a.yaml"], "compare: expected 2 profile file"),
+        (["show"], "show: expected one profile file and"),
+        (["compare", "a.yaml"], "compare: expected two profile files and"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -447,3 +447,10 @@ def test_any_size_of_an_encoder_is_understood_or_refused(key: str, value: object
     encoder = {**QWEN3_VL["vision_config"], key: value}
     with contextlib.suppress(ConfigError):
         assert facts(QWEN3_VL, vision_config=encoder).encoder_parameters >= 0
+
+
+def test_a_file_without_a_type_of_model_is_said_to_have_none() -> None:
+    with pytest.raises(ConfigError, match=r"hetlb understands, got none$"):
+        read_facts({}, "m")
+    with pytest.raises(ConfigError, match=r"hetlb understands, got 'strange'$"):
+        read_facts({"model_type": "strange"}, "m")

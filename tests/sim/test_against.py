@@ -307,7 +307,7 @@ def test_an_instance_without_a_profile_when_the_log_began_is_named(tmp_path: Pat
         (json.dumps({"ttfts": [0.1]}), "missing input_lens, output_lens, itls"),
         ("arrival_s,input_tokens,output_tokens\n0,1,2\n", "hetlb's CSV without ttft_s and e2e_s"),
         ("INFO 01-01 Received request cmpl-1: params\n", "token counts and first-token times"),
-        ("hello\n", "read are: vllm bench serve"),
+        ("hello\n", "hetlb reads: vllm bench serve"),
         ('{"metadata": {}, "metrics": {}}\n', "expected input_tokens, output_tokens, arrival_s"),
         ("arrival_s,input_tokens,output_tokens,ttft_s,e2e_s\n0,5,2,0.1,0.2\n", "at least 10 requests"),
         (

@@ -356,7 +356,8 @@ def _family(
     if model_type in FAMILIES:
         return model_type, FAMILIES[model_type]
     if not generates:
-        raise ConfigError(f"model_type: expected a model that hetlb understands, got {model_type!r}")
+        got = "none" if "model_type" not in config else repr(model_type)
+        raise ConfigError(f"model_type: expected a model that hetlb understands, got {got}")
     return model_type, family_by_keys(config)
 
 

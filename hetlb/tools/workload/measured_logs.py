@@ -104,7 +104,7 @@ def read_log(path: Path) -> Log:
 
 def _why_no_log(file: RecordFile, found: Recognised | None) -> str:
     """Return the kind of a file other than a log, and the supported kinds."""
-    known = f"read are: {'; '.join(LOG_TITLES)}"
+    known = f"hetlb reads: {'; '.join(LOG_TITLES)}"
     if (summary := summary_of(file)) is not None:
         return summary
     if file.shape == "text" and ("Received request" in file.begin or "vllm" in file.begin[:4096].lower()):

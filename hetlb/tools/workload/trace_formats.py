@@ -120,7 +120,7 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int
     if found is None:
         raise TraceError(
             f"{file.path}: {summary_of(file) or f'expected requests, got {file.described}'}; "
-            f"read are: {'; '.join(_TITLES)}"
+            f"hetlb reads: {'; '.join(_TITLES)}"
         )
     title, rows = found.title, found.reading.rows
     if not rows:
