@@ -55,8 +55,9 @@ SELDOM = {
     *(f"hetlb.balancer.core.evidence.{name}" for name in ("clients", "kinds", "losses", "missing")),
 }
 #: Lines of all modules that a plain `serve` may import, with the view that a process joins that takes this
-#: one's place, the places of kept responses, an engine's history, and the places of lines on its last page.
-MOST_LINES = 27_200
+#: one's place, the places of kept responses, an engine's history, the places of lines on its last page, round
+#: trips to engines, and trials of slow ones.
+MOST_LINES = 27_260
 
 
 async def a_plain_serve(folder: Path) -> set[str]:
