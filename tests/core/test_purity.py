@@ -182,7 +182,8 @@ def test_the_choice_is_the_least_score_and_candidates_stay_what_they_were(
 
     def look(scheduler: Scheduler, now: float) -> None:
         later = now + (100.0 if stopped else 0.05)
-        restraints = ["throttled" if i % 3 else "" for i in range(4)] if throttled else None
+        names = [each.name for each in scheduler.instances]
+        restraints = dict.fromkeys((names[1], names[2]), "throttled") if throttled else None
         ctx = scheduler.placement.context(asked, 60.0, waiting, later)
         ctx.restraints = restraints
         instances = scheduler.instances

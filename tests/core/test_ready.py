@@ -212,11 +212,11 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
     restrained = ready(scheduler, 1.0)
     assert (restrained.throttled, restrained.longest_tokens) == (True, -1.0)
     why = "it asked to come again in 2 s"
-    assert choices(restrained, now=1.0) == ("abc", {}, [why, "", ""])
+    assert choices(restrained, now=1.0) == ("abc", {}, {"a": why})
     assert choices(restrained, now=1.0, holds_back=False) == (
         "bc",
         {"a": why},
-        ["", ""],
+        {},
     )
     assert restrained.everyone.excluded == {}, "what is shared is not changed"
     assert choices(restrained, now=1.0, subset=("a",), holds_back=False)[0] == "a"
@@ -240,13 +240,13 @@ def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     scheduler, _ = fleet(spec("a"), spec("b"))
     in_doubt(scheduler, "a")
     why = "on trial: 3 of its last 3 answers failed, more than elsewhere"
-    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [""])
+    assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, {})
     trial = {"b": "a gets a trial"}
-    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [""])
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, {})
     scheduler.instances[1].evidence.answers.doubted = True
     scheduler.instances[1].evidence.trial = 1
     scheduler.instances[0].evidence.trial = 2
-    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, ["", ""])
+    assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, {})
 
 
 # --- roles ---

@@ -235,6 +235,20 @@ def test_two_processes_behind_one_address_are_no_restarts() -> None:
         assert not instance(scheduler, "a").evidence.active(float(number))
 
 
+def test_starts_that_a_page_says_are_no_more_than_instances() -> None:
+    scheduler = make_scheduler([roomy("a"), roomy("b")], "hetlb")
+    for number in range(50):
+        for name in "ab":
+            scheduler.on_scrape(name, EngineSample(began=2000.0 - number), float(number))
+    assert {began: [each.name for each in alike] for began, alike in scheduler.fleet.by_start.items()} == {
+        2000.0: ["a", "b"]
+    }
+    scheduler.on_scrape("a", EngineSample(began=3000.0), 60.0)
+    scheduler.on_instance(InstanceRemoved("b"), 61.0)
+    assert list(scheduler.fleet.by_start) == [3000.0]
+    check_scheduler(scheduler)
+
+
 def test_slow_start_can_be_switched_off() -> None:
     scheduler = make_scheduler(
         [roomy("a"), roomy("b")], "hetlb", health_params=HealthParams(slow_start_s=0.0)

@@ -296,12 +296,12 @@ def of_refusals(recent: Recent, now: float) -> StateCause | None:
 def of_processes(among: Sequence[Instance]) -> list[StateCause]:
     """Return a cause for each instance that is the same process as one listed before it."""
     found: list[StateCause] = []
-    for index, each in enumerate(among):
-        for other in among[:index]:
-            if each.twin == other.name:
-                sentence = f"{other.name} and {each.name} are one process: its room is counted twice"
-                found.append(StateCause("one_process", each.name, sentence, f"Remove {each.name}."))
-                break
+    before: set[str] = set()
+    for each in among:
+        if each.twin in before:
+            sentence = f"{each.twin} and {each.name} are one process: its room is counted twice"
+            found.append(StateCause("one_process", each.name, sentence, f"Remove {each.name}."))
+        before.add(each.name)
     return found
 
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.instance import Instance, Parameters
+from hetlb.balancer.core.blocks import LEAST_FLEET, Blocks
+from hetlb.balancer.core.instance import EngineKind, Instance
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.rate import RecentRate
@@ -41,7 +42,8 @@ def size_of(request: Request, predicted_output: float) -> float:
 MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
-#: Most sequences of instances with kept costs.
+#: Most kinds, and sequences of instances, with kept costs.
+_MOST_KINDS: Final = 4096
 _MOST_FLEETS: Final = 128
 
 
@@ -85,10 +87,10 @@ class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` has the costs of each instance. `order` has their indices; the first one ends a full batch
-    soonest.
+    soonest. In this order a large fleet is divided into `blocks`.
     """
 
-    __slots__ = ("changes", "costs", "counter", "instances", "members", "order")
+    __slots__ = ("blocks", "changes", "costs", "counter", "instances", "members", "order")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -97,7 +99,10 @@ class FleetCosts:
         self.counter = instances[0].changes
         self.changes = self.counter.count
         self.costs = list(costs)
-        self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        self.order = order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        self.blocks: Blocks | None = None
+        if len(order) >= LEAST_FLEET:
+            self.blocks = Blocks([self.members[i] for i in order])
 
 
 class Mix:
@@ -108,7 +113,7 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "booked", "count",
+        "_bookings", "_costs", "_fleets", "_measured", "_newest", "booked", "count",
         "output", "prefill", "prompt",
     )  # fmt: skip
 
@@ -119,10 +124,7 @@ class Mix:
         #: Requests so far.
         self.count = 0
         self._measured = (0.0, 0.0, 0.0, 0.0)
-        #: By name, with the version of the instance's parameters.
-        self._costs: dict[str, tuple[int, Costs]] = {}
-        #: By parameters: instances of a large fleet are of few kinds.
-        self._measured_at: dict[Parameters, Costs] = {}
+        self._costs: dict[EngineKind, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, FleetCosts] = {}
         #: Costs of the last decision.
@@ -146,7 +148,6 @@ class Mix:
         ):
             self._measured = (mean_prompt, mean_output, booked, prefill)
             self._costs.clear()
-            self._measured_at.clear()
             self._fleets.clear()
             self._newest = None
 
@@ -181,17 +182,12 @@ class Mix:
 
     def costs(self, instance: Instance) -> Costs:
         """Return the costs of the mean request on an instance. Read-only, valid until the next change."""
-        known = self._costs.get(instance.name)
-        if known is not None and known[0] == instance.parameters_version:
-            return known[1]
-        costs = self._measured_at.get(instance.parameters)
+        costs = self._costs.get(instance.kind)
         if costs is None:
-            if len(self._measured_at) >= _MOST_FLEETS:
-                self._measured_at.clear()
+            if len(self._costs) >= _MOST_KINDS:
+                self._costs.clear()
             prompt, output, booked, prefill = self._measured
-            costs = Costs(instance, prompt, output, booked, prefill)
-            self._measured_at[instance.parameters] = costs
-        self._costs[instance.name] = instance.parameters_version, costs
+            costs = self._costs[instance.kind] = Costs(instance, prompt, output, booked, prefill)
         return costs
 
 

@@ -58,8 +58,8 @@ class FleetState:
         self.prefixes = PrefixIndex()
         #: Account of lost answers, None before the first one.
         self.losses: Losses | None = None
-        #: Instance that was seen last with a process of this start.
-        self._processes: dict[float, Instance] = {}
+        #: Instances by the start of their process, as far as it is known.
+        self.by_start: dict[float, list[Instance]] = {}
         #: Comparison of instances of one start, None without any.
         self._twins: Twins | None = None
         #: Instances that publish KV events.
@@ -130,7 +130,8 @@ class FleetState:
         self.outlives(instance.models, now)
         if self.losses is not None:
             self.losses.kinds.forget(instance.name)
-        self._forget_process(instance)
+        self._forget_twins(instance)
+        self._leave_start(instance)
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
@@ -152,6 +153,7 @@ class FleetState:
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
+        instance.touched()
         if instance.ranks is not None:
             from hetlb.balancer.core.ranks import Ranks
 
@@ -182,29 +184,38 @@ class FleetState:
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
         """Note when an instance's process began. Return True if that is another process than before."""
         known = instance.began
-        other = self._processes.get(began)
-        self._processes[began] = instance
-        if known != began:
-            self._forget_process(instance)
-        elif other is not None and other is not instance:
-            if self._twins is None:
-                from hetlb.balancer.core.twins import Twins
+        if known == began:
+            instance.evidence.health.gone = False
+            alike = self.by_start[began]
+            if len(alike) > 1:
+                if self._twins is None:
+                    from hetlb.balancer.core.twins import Twins
 
-                self._twins = Twins()
-            self._twins.scraped(instance, list(self.instances.values()), now)
-        if known is None or began > known:
-            instance.began = began
-        if known is None or began <= known:  # an earlier start is another server's at its address
-            if began == known:
-                instance.evidence.health.gone = False
+                    self._twins = Twins()
+                self._twins.scraped(instance, alike, now)
+            return False
+        self._forget_twins(instance)
+        if known is not None and began < known:  # another server's at its address
+            return False
+        self._leave_start(instance)
+        instance.began = began
+        self.by_start.setdefault(began, []).append(instance)
+        if known is None:
             return False
         self.restarted(instance, now)
         return True
 
-    def _forget_process(self, instance: Instance) -> None:
-        """Forget which process an instance was."""
+    def _leave_start(self, instance: Instance) -> None:
+        """Take an instance out of the list of its start."""
         if instance.began is not None:
-            self._processes.pop(instance.began, None)
+            left = [each for each in self.by_start[instance.began] if each is not instance]
+            if left:
+                self.by_start[instance.began] = left
+            else:
+                del self.by_start[instance.began]
+
+    def _forget_twins(self, instance: Instance) -> None:
+        """Forget how an instance compares with others: its process is another one, or it has left."""
         if self._twins is not None:
             self._twins.forget(instance)
         instance.twin = ""

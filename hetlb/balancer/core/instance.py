@@ -43,6 +43,8 @@ DEFAULT_MAX_LORAS: Final = 1
 DEFAULT_TOKEN_BUDGET: Final = 2048
 #: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
 MAX_WORKLOAD_S: Final = 1e9
+#: Most instances listed as touched.
+_MOST_TOUCHED: Final = 4096
 #: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
 #: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
@@ -56,14 +58,39 @@ LEAST_STEP_S: Final = 1e-5
 
 
 class ChangeCounter:
-    """Number of changes to the parameters of a fleet's instances."""
+    """Changes of a fleet's instances: how often parameters changed, and which instances were touched.
+
+    The latter are listed once blocks of instances ask for them. An `epoch` ends when the list is too long.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.epoch = 0
+        self.touched: list[Instance] | None = None
+        self._kinds: dict[Parameters, EngineKind] = {}
+
+    def kind(self, parameters: Parameters) -> EngineKind:
+        """Return the kind of the instances with these parameters."""
+        found = self._kinds.get(parameters)
+        if found is None:
+            if len(self._kinds) >= _MOST_TOUCHED:
+                self._kinds.clear()
+            found = self._kinds[parameters] = EngineKind(parameters)
+        return found
 
 
-#: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines.
-Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
+#: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines; True if
+#: they schedule asynchronously.
+Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int, bool]
+
+
+class EngineKind:
+    """A kind of instances, by their parameters: they share loads by the number of sequences."""
+
+    __slots__ = ("loads", "parameters")
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.loads: list[EngineLoad | None] = []
 
 
 def _read_by(lease: Lease) -> float:
@@ -78,17 +105,17 @@ class Instance:
     """
 
     __slots__ = (
-        "_first_tokens", "_loads", "_reading", "adapters", "admin", "answered_tokens", "asleep", "began",
-        "blocks", "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored",
-        "far_s", "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups",
-        "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens", "kv_excess_tokens",
-        "kv_need", "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases",
-        "leaves_at", "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "parameters",
-        "parameters_version", "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens",
-        "prompts_alone", "ranks", "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences",
-        "served", "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at",
-        "slots_pause_s", "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree",
-        "twin", "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
+        "_first_tokens", "_reading", "adapters", "admin", "answered_tokens", "asleep", "began", "blocks",
+        "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored", "far_s",
+        "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens",
+        "in_flight", "incarnation", "incoming", "kind", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
+        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases", "leaves_at",
+        "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "pending_prompt_tokens",
+        "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "refused_at", "removed",
+        "sample", "sample_at", "sample_mark", "sequences", "served", "sleep", "sleep_at", "slot_times",
+        "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s", "slots_step", "spec", "speed",
+        "stated_sequences", "steps", "token_budget", "tree", "twin", "unhealthy", "unread_sequences",
+        "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -102,9 +129,8 @@ class Instance:
     ) -> None:
         #: Its engines as places, None if it is one place.
         self.ranks: Ranks | None = None
-        #: None after every change of the ledger or of the parameters. Loads by the number of sequences.
+        #: None once it was `touched`.
         self.last_occupancy: Occupancy | None = None
-        self._loads: list[EngineLoad | None] = []
         self.spec = spec
         self.name = spec.name
         self.changes = changes or ChangeCounter()
@@ -114,9 +140,7 @@ class Instance:
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)
-        #: Instances with equal ones are of one kind; number of their changes.
-        self.parameters: Parameters = (self.latency, 0, 0, 0, 1)
-        self.parameters_version = 0
+        self.kind = EngineKind((self.latency, 0, 0, 0, 1, False))
         self.capacity = Capacity()
         #: Kind of its engine, "" while unknown. Data-parallel engines behind its URL: each has `1 / engines`
         #: of its sequences and KV cache.
@@ -291,6 +315,7 @@ class Instance:
             self.max_num_seqs = self.max_num_seqs * engines // self.engines
         self.engines = self.speed.engines = engines
         self.kv_cache_tokens = cache or DEFAULT_KV_CACHE_TOKENS * engines
+        self.touched()
         self.changed()
         count = self.engines if capacity.rank_header and self.spec.kv_transfer is None else 1
         if count < 2:
@@ -304,18 +329,30 @@ class Instance:
         """Scale the latency model by the factor of the speed tracker."""
         factor = self.speed.factor
         self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
+        self.touched()
         self.changed()
 
     def changed(self) -> None:
         """Take over parameters that were set."""
         slots, cache = self.max_num_seqs, self.kv_cache_tokens
-        parameters = (self.latency, self.token_budget, slots, cache, self.engines)
-        if parameters != self.parameters:
-            self.parameters = parameters
-            self.parameters_version += 1
+        asynchronous = self.capacity.async_scheduling is True
+        parameters = (self.latency, self.token_budget, slots, cache, self.engines, asynchronous)
+        if parameters != self.kind.parameters:
+            self.kind = self.changes.kind(parameters)
             self.changes.count += 1
-            self._loads.clear()
-            self.last_occupancy = None
+            self.touched()
+
+    def touched(self) -> None:
+        """Note that a figure changed that scoring reads."""
+        if self.last_occupancy is None:
+            return
+        self.last_occupancy = None
+        touched = self.changes.touched
+        if touched is not None:
+            if len(touched) >= _MOST_TOUCHED:
+                touched.clear()
+                self.changes.epoch += 1
+            touched.append(self)
 
     @property
     def unfinished_sequences(self) -> int:
@@ -325,7 +362,7 @@ class Instance:
     @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
-        running, loads = self.sequences - self.finished_sequences + self.foreign, self._loads
+        running, loads = self.sequences - self.finished_sequences + self.foreign, self.kind.loads
         load = loads[running] if running < len(loads) else None
         if load is None:
             load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
@@ -348,10 +385,35 @@ class Instance:
         sample_at = self.sample_at
         if self.foreign and sample_at is not None and now - sample_at > SIGNAL_STALE_S:
             self.elapsed(now)
-            self.foreign, self.last_occupancy = 0, None
+            self.foreign = 0
+            self.touched()
         if self._reading and _read_by(self._reading[0]) <= now:
             self.elapsed(now)
         return self.occupancy
+
+    @property
+    def changes_at(self) -> float:
+        """Time when `seen` returns another occupancy though nothing was touched, infinite if never."""
+        at = _read_by(self._reading[0]) if self._reading else math.inf
+        if self.foreign and self.sample_at is not None:
+            at = min(at, self.sample_at + SIGNAL_STALE_S)
+        return at
+
+    @property
+    def surely_has_slot(self) -> bool:
+        """True if it has a free slot, as long as it may run no more sequences than its first tokens allow."""
+        own = self.sequences - self.finished_sequences
+        few = not self.explored and own >= _UNEXPLORED_SEQUENCES * (1 + self._first_tokens)
+        return not few and own + self.foreign < self.max_num_seqs
+
+    def precedes(self, other: Instance) -> bool:
+        """Return True if it showed more speed than one with an equal score, or has had fewer requests.
+
+        Speeds that were shown without a profile are averaged if they are near.
+        """
+        if self.speed.seen and other.speed.seen and self.speed.shown != other.speed.shown:
+            return self.speed.shown < other.speed.shown
+        return self.booked < other.booked
 
     @property
     def kv_utilization(self) -> float:
@@ -379,9 +441,9 @@ class Instance:
         assert lease.work_ns >= 0, f"{lease!r} books negative work"
         assert lease.kv_tokens >= lease.kv_prompt_tokens >= 0, f"{lease!r} books negative KV tokens"
         now, speed = lease.dispatched_at, self.speed
+        self.touched()
         if now > speed.last:
             self.elapsed(now)
-        self.last_occupancy = None
         if not self.unread_sequences and not speed.begun:
             self.prompts_alone = math.inf if self.sequences else now, speed.prompt_tokens
         self.leases[lease.key] = lease
@@ -435,7 +497,7 @@ class Instance:
         """Note that the decode leg of a lease is dispatched."""
         if now > self.speed.last:
             self.elapsed(now)
-        self.last_occupancy = None
+        self.touched()
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
@@ -447,7 +509,7 @@ class Instance:
 
     def keep(self, tokens: int) -> None:
         """Keep `tokens` more tokens of prompts for other instances; less if below 0."""
-        self.last_occupancy = None
+        self.touched()
         self.held_tokens += tokens
         self.kv_tokens += tokens
         self.kv_prompt_tokens += tokens
@@ -483,7 +545,7 @@ class Instance:
             lease.unread_tokens = 0
         if self.ranks is not None:
             self.ranks.begun(lease)
-        self.last_occupancy = None
+        self.touched()
 
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly a lease's bookings, once."""
@@ -496,7 +558,7 @@ class Instance:
             del self.incoming[lease.id]
             lease.incoming = False
         lease.ended = True
-        self.last_occupancy = None
+        self.touched()
         self.answered_tokens += lease.output_tokens
         self.work_ns -= lease.work_ns
         self.kv_tokens -= lease.kv_tokens
@@ -578,7 +640,7 @@ class Instance:
             if unread > 0:
                 pending, room = self.pending_prompt_tokens / load.engines, load.budget - load.batch
                 step_s += load.prompt_token_s * (pending if pending < room else max(0.0, room))
-            self.last_occupancy = None
+            self.touched()
             progress.per_s = 1.0 / (step_s if step_s > LEAST_STEP_S else LEAST_STEP_S)
             since_s = now - self.speed.last
             steps = since_s * progress.per_s if since_s > 0.0 else 0.0
@@ -600,7 +662,7 @@ class Instance:
 
     def take_finished(self, sequences: int) -> None:
         """Take over how many sequences of live requests have ended. Each request keeps one at least."""
-        self.last_occupancy = None
+        self.touched()
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])
         self.finished_sequences = finished = max(0, min(sequences, most))

@@ -200,6 +200,14 @@ class LatencyModel(PickleByFields):
         rising = self.k1 >= 0.0 and self.k2 >= 0.0 and self.k3 >= 0.0
         return self.k1 if rising and (self.k4 >= 0.0 or self.k8 >= 0.0) else 0.0
 
+    @property
+    def least_pass_s(self) -> float:
+        """Seconds that a pass over prompts takes at least, however few tokens it has."""
+        better = self.better_prefill
+        if better is not None:
+            return better.least_pass_s
+        return self.k4 if self.k4 > 0.0 and self.least_token_s > 0.0 else 0.0
+
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
         """Return seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
         new = prompt_tokens - cached_tokens

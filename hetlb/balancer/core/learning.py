@@ -49,7 +49,8 @@ def take_spec(instance: Instance, spec: InstanceSpec, now: float) -> None:
     instance.explored = instance.explored or spec.latency is not None
     instance.nominal = instance.latency = spec.latency or DEFAULT_LATENCY
     instance.speed = SpeedTracker(instance.profiled, now)
-    instance.last_occupancy = instance.sample_mark = instance.slot_times = None
+    instance.touched()
+    instance.sample_mark = instance.slot_times = None
     for lease in instance.leases.values():
         lease.mark = lease.first_mark = None
     instance.learn_capacity(spec.capacity)
@@ -87,7 +88,7 @@ def learn_sample(instance: Instance, sample: EngineSample, now: float) -> None:
         if any(new is None and old is not None for new, old in (*pairs, (sample.kv_usage, last.kv_usage))):
             instance.learn_capacity(sample.capacity)
             return
-    instance.last_occupancy = None
+    instance.touched()
     instance.sample, instance.slot_times = sample, None
     instance.sample_at, instance.pageless = now, False
     instance.evidence.silence.read(sample.generated, now)
@@ -142,6 +143,7 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
     Called about twice a second.
     """
     evidence = instance.evidence
+    troubled = evidence.troubled
     changed = token_at is not None and token_at > evidence.silence.token_at and token_came(instance, token_at)
     counts = evidence.silence.counts(now)
     since, need_s, late_s = math.inf, 0.0, 0.0
@@ -169,6 +171,8 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
     else:
         instance.speed.age(now)
         _try_more_slots(instance, now)
+    if evidence.troubled is not troubled:
+        instance.touched()
     return changed
 
 

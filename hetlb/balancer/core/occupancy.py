@@ -23,14 +23,14 @@ class EngineLoad:
 
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`.
+    `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`, a pass `pass_s`.
     `kv_cache_tokens` and `all_slots` count all `engines`; `asynchronous`: it schedules so.
     It is never changed.
     """
 
     __slots__ = (
         "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "kv_cache_tokens",
-        "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
+        "latency", "next_step_s", "next_token_s", "pass_s", "prompt_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
     def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
@@ -49,7 +49,7 @@ class EngineLoad:
         if sequences > slots:
             self.context_share = share * slots / sequences
             self.batch = batch = self.slots
-        self.prompt_token_s = latency.least_token_s
+        self.prompt_token_s, self.pass_s = latency.least_token_s, latency.least_pass_s
         self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
         if fewer is not None and fewer.batch + 1.0 == batch:
             self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
@@ -70,12 +70,12 @@ class Occupancy:
     token is booked. Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the
     prompt tokens that are computed before a new prompt. A step takes `now_s`. The iteration that computes a
     new prompt begins in `joining_s`. `incoming` prompts are still at other instances, the oldest since
-    `oldest_at`. `prefilling`: prompt tokens that were computed recently.
+    `oldest_at`. `prefilling`: prompt tokens that were computed recently. `troubled`: see `Evidence`.
     """
 
     __slots__ = (
         "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
-        "load", "now_s", "oldest_at", "prefilling", "running", "sample_at", "unread",
+        "load", "now_s", "oldest_at", "prefilling", "running", "sample_at", "troubled", "unread",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -102,6 +102,8 @@ class Occupancy:
         self.kv_excess = instance.kv_excess_tokens
         self.sample_at = -math.inf if sample_at is None else sample_at
         self.prefilling = instance.speed.prefilling
+        evidence = instance.evidence
+        self.troubled = evidence.answers.excess > 0.0 or evidence.silence.overdue_s > 0.0
         self.incoming = float(len(instance.incoming))
         self.oldest_at = 0.0
         if instance.incoming:

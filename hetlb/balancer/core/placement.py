@@ -314,7 +314,7 @@ class Placement:
             and (not known or request.id not in known)
         ):
             return ready.everyone
-        if ready.throttled and not any(instance.evidence.active(now) for instance in ready.able):
+        if ready.throttled and not any(each.evidence.active(now) for each in ready.active):
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried

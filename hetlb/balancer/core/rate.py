@@ -18,7 +18,7 @@ _FORGOTTEN_S: Final = 4.0 * MEMORY_S
 class RecentRate:
     """Rate of a count over about its last `MEMORY_S` seconds, or since its first event; never changed."""
 
-    __slots__ = ("_at", "_known", "_per_s", "_since")
+    __slots__ = ("_at", "_known", "_per_s", "_rank", "_since")
 
     def __init__(self, at: float = -math.inf, per_s: float = 0.0, since: float = 0.0) -> None:
         self._at = at
@@ -26,6 +26,7 @@ class RecentRate:
         self._since = since
         #: Share of the weights of a long time that lies since the first event, 0 before it is asked for.
         self._known = 0.0
+        self._rank = math.nan
 
     def plus(self, count: float, now: float) -> RecentRate:
         """Return the rate with a count of now."""
@@ -43,3 +44,11 @@ class RecentRate:
             self._known = 1.0 - math.exp(-(seconds if seconds > _LEAST_S else _LEAST_S) / MEMORY_S)
         known = self._per_s / self._known
         return known * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else known
+
+    @property
+    def rank(self) -> float:
+        """Logarithm of the rate without its decay: it orders rates at any later time, as all decay alike."""
+        if self._rank != self._rank:
+            rate = self.per_s(self._at)
+            self._rank = math.log(rate) + self._at / MEMORY_S if rate > 0.0 else -math.inf
+        return self._rank

@@ -22,7 +22,7 @@ def tokens_of(request: Request) -> int:
 class Choices:
     """Instances that may get a request now, in file order, and why each other one of its model may not.
 
-    `restraints` (see `Evidence.restraint`) go with `instances`; None where none is throttled.
+    `restraints` (see `Evidence.restraint`) by name; None if no instance is throttled.
     """
 
     __slots__ = ("excluded", "instances", "restraints")
@@ -31,7 +31,7 @@ class Choices:
         self,
         instances: list[Instance],
         excluded: dict[str, str],
-        restraints: list[str] | None = None,
+        restraints: dict[str, str] | None = None,
     ) -> None:
         self.instances = instances
         self.excluded = excluded
@@ -41,11 +41,11 @@ class Choices:
         """Return the choices but for the instances that are named, with the reasons against them."""
         if not reasons:
             return self
-        kept = [i for i, each in enumerate(self.instances) if each.name not in reasons]
+        kept = [each for each in self.instances if each.name not in reasons]
         restraints = self.restraints
         if restraints is not None:
-            restraints = [restraints[i] for i in kept]
-        return Choices([self.instances[i] for i in kept], {**self.excluded, **reasons}, restraints)
+            restraints = {name: why for name, why in restraints.items() if name not in reasons}
+        return Choices(kept, {**self.excluded, **reasons}, restraints)
 
 
 class ReadyInstances:
@@ -61,12 +61,13 @@ class ReadyInstances:
         #: Choices of a request that may go to all of `able`.
         self.everyone = self._fitting(0, None, None, False)
         self.able = self.everyone.instances
-        #: True if an instance is throttled.
-        self.throttled = any(instance.evidence.active(now) for instance in self.able)
-        #: A request fits everywhere if its prompt and output stay within this.
-        self.longest_tokens = (
-            -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
-        )
+        #: Throttled instances, and whether there are any.
+        self.active = [each for each in self.able if each.evidence.active(now)]
+        self.throttled = bool(self.active)
+        #: A request fits everywhere if its prompt and output stay within the first, and goes to all of `able`
+        #: within the second.
+        self.fitting_tokens = min([_longest(each) for each in self.able], default=math.inf)
+        self.longest_tokens = -1.0 if self.throttled else self.fitting_tokens
         #: Lengths that instances can take, ascending: the index of one is the class of an instance.
         self.limits = tuple(sorted({_longest(instance) for instance in instances}))
         #: A prompt longer than this, with one token of output if there is any, fits no instance.
@@ -107,35 +108,40 @@ class ReadyInstances:
         tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(not each.why_not and each.gives_ids for each in self.instances)
         anywhere = tried is None and request.places.subset is None and not by_ids and side is None
-        if anywhere and all(tokens <= _longest(instance) for instance in self.able):
+        if anywhere and tokens <= self.fitting_tokens:
             found = Choices(self.able, self.everyone.excluded)
         else:
             found = self._fitting(tokens, request.places.subset, tried, by_ids, side)
             if side is not None and not any(tokens <= _longest(each) for each in found.instances):
                 found, side = self._fitting(tokens, request.places.subset, tried, by_ids), None
         chosen = found.instances
-        if not self.throttled or not any(instance.evidence.active(now) for instance in chosen):
+        active = [each for each in self.active if each.evidence.active(now)]
+        if active and chosen is not self.able:
+            names = {each.name for each in chosen}
+            active = [each for each in active if each.name in names]
+        if not active:
             return found
-        doubt = not all(instance.evidence.held(now) for instance in chosen)
-        found.restraints = restraints = [
-            each.evidence.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
-        ]
-        if side is not None and side.inside and "" not in restraints:
+        doubt = len(active) < len(chosen) or not all(each.evidence.held(now) for each in active)
+        found.restraints = restraints = {}
+        for each in active:
+            if why := each.evidence.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt):
+                restraints[each.name] = why
+        if side is not None and side.inside and len(restraints) == len(chosen):
             return self.choices(request, tried, now, holds_back=holds_back)
         if tried is not None or not request.sequences:
-            reasons = {each.name: each.evidence.why(now) for each in chosen}
+            reasons = {each.name: each.evidence.why(now) for each in active}
             restrained = {name: why for name, why in reasons.items() if why}
             if restrained and len(restrained) < len(chosen):
                 found = found.without(restrained)
-                chosen, restraints = found.instances, found.restraints or []
+                chosen, restraints = found.instances, found.restraints or {}
         elif doubt:
-            due = [each for each in chosen if each.evidence.due(now)]
+            due = [each for each in active if each.evidence.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
-        if holds_back or "" not in restraints:
+        if holds_back or len(restraints) == len(chosen):
             return found
-        return found.without({each.name: why for each, why in zip(chosen, restraints, strict=True) if why})
+        return found.without(restraints)
 
     def _fitting(
         self,

@@ -176,6 +176,11 @@ class PnormPrefill(PickleByFields):
         """Seconds that each prompt token takes in a pass at least."""
         return self.token_s if self.grid is None else self.token_s * self.grid.least
 
+    @property
+    def least_pass_s(self) -> float:
+        """Seconds that a pass takes at least, however few tokens it has."""
+        return self.floor_s if self.grid is None else self.floor_s * self.grid.least
+
 
 #: Exponent that joins launching and computing, which overlap but for the ends of kernels. Fitted on passes of
 #: two models on B300 (vLLM 0.20.1).

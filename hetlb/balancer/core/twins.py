@@ -112,12 +112,12 @@ class Twins:
     def __init__(self) -> None:
         self.pairs: dict[tuple[int, int], Pair] = {}
 
-    def scraped(self, instance: Instance, among: Sequence[Instance], now: float) -> None:
+    def scraped(self, instance: Instance, alike: Sequence[Instance], now: float) -> None:
         """Compare an instance after a scrape with the others that began at the same tick, if they are few."""
-        alike = [each for each in among if each.began == instance.began and each is not instance]
-        if len(alike) <= _MOST_NAMES:
+        if len(alike) <= 1 + _MOST_NAMES:
             for other in alike:
-                self._compare(instance, other, now)
+                if other is not instance:
+                    self._compare(instance, other, now)
 
     def _compare(self, instance: Instance, other: Instance, now: float) -> None:
         first = instance.incarnation < other.incarnation

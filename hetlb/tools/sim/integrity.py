@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.occupancy import Occupancy
@@ -14,7 +15,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 #: Fields of an `Occupancy` that its ledger decides alone.
 _SEEN = (
     "empty", "running", "context", "kv_utilization", "unread", "kv_tokens", "kv_excess", "sample_at",
-    "incoming", "oldest_at",
+    "incoming", "oldest_at", "troubled",
 )  # fmt: skip
 
 
@@ -24,6 +25,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     known = {id(each): each for each in (*ledger.leased.values(), *scheduler.instances)}
     everyone = list(known.values())
     check_ledger(ledger, everyone)
+    check_starts(scheduler.fleet)
     if placement.splits is not None:
         placement.splits.check_integrity(everyone)
     leased = {lease.request.id for lease in ledger.leases()}
@@ -72,6 +74,16 @@ def check_tree(tree: Tree) -> None:
     assert tree.unused_tokens == sum(node.own for node in tree.unused.values()), "unused tokens"
     assert all(node.users >= 0 for node in nodes), "negative users"
     assert {node.key for node in nodes if not node.users} == tree.unused.keys(), "unused nodes"
+
+
+def check_starts(fleet: FleetState) -> None:
+    """Assert that the instances are listed by the start of their process."""
+    starts: dict[float, list[str]] = {}
+    for each in fleet.instances.values():
+        if each.began is not None:
+            starts.setdefault(each.began, []).append(each.name)
+    found = {began: sorted([each.name for each in alike]) for began, alike in fleet.by_start.items()}
+    assert found == {began: sorted(names) for began, names in starts.items()}
 
 
 def check_instance(instance: Instance) -> None:

@@ -100,6 +100,7 @@ class Losses:
             if each is instance or each.evidence.answers.excess > 0.0:
                 among = peers if each is instance else self._fleet.peers(each)
                 changed = each.evidence.judge([peer.evidence for peer in among], now) or changed
+                each.touched()
         if changed:
             self._fleet.reindex(now)
         return changed

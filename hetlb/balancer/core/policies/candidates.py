@@ -54,4 +54,4 @@ def _reason(ctx: SchedulingContext, each: Sight) -> str:
         return "kept free: requests with targets would miss them beside it"
     if state == HELD:
         return f"{PASSED_OVER}: a better one that is full scores {each.limit:.3g}, the wait included"
-    return "" if restraints is None else restraints[each.index]
+    return "" if restraints is None else restraints.get(each.instance.name, "")

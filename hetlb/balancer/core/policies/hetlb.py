@@ -27,13 +27,13 @@ from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
 from hetlb.balancer.core.policies.candidates import candidate_of
+from hetlb.balancer.core.policies.glance import Glance, may_glance, tried_of
 from hetlb.balancer.core.policies.rules import (
     end_burst,
     keep_together,
     leave_unread,
     most_cached,
     precedes,
-    worth_a_try,
 )
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
@@ -46,12 +46,9 @@ _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
-    """The instances for one request, as they were at the time; `candidates` is for people.
+    """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    `sights` are in the order of speed.
-    """
-
-    __slots__ = ("_ctx", "_ratings", "_set_loss", "fleet", "instances", "sights", "weights")
+    __slots__ = ("_ctx", "_ratings", "_set_loss", "_sights", "fleet", "glance", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], stated: Weights, hold: bool
@@ -62,13 +59,29 @@ class Evaluation:
         self.instances = self.fleet.members
         self._ratings: list[Sight] | None = None
         self._set_loss: Callable[[SchedulingContext, Sight], None] | None = None
+        self._sights: list[Sight] = []
+        #: The choice without a look at each instance, None if each was looked at.
+        self.glance: Glance | None = None
+        if hold and self.fleet.blocks is not None and may_glance(ctx):
+            self.weights = weights_of(ctx, stated)
+            glance = Glance(ctx, self.fleet, self.weights)
+            if glance.found is not None:
+                self.glance = glance
+                return
         self._decide(stated, hold)
+
+    @property
+    def sights(self) -> list[Sight]:
+        """The instances in the order of speed."""
+        if not self._sights and self.glance is not None:
+            self._sights = self.glance.all()
+        return self._sights
 
     def _decide(self, stated: Weights, hold: bool) -> None:
         """Room, score, hold; `best` picks."""
         # Room.
         ctx, instances, costs = self._ctx, self.instances, self.fleet.costs
-        self.sights = sights = [Sight(ctx, instances[i], costs[i], i) for i in self.fleet.order]
+        self._sights = sights = [Sight(ctx, instances[i], costs[i], i) for i in self.fleet.order]
         full: Sight | None = None
         speed = 0.0
         for each in leave_unread(ctx, sights, hold):
@@ -171,6 +184,12 @@ class Evaluation:
                 if each.state == ROOM and each.score < least:
                     least = each.score
 
+    def tried(self, found: Sight) -> Sight:
+        """Return an instance that is worth a try, else the found one."""
+        if self.glance is not None:
+            return self.glance.tried(found)
+        return tried_of(self.sights, self.rate, found)
+
     @property
     def ratings(self) -> list[Sight]:
         """Every instance with its forecast, terms and score, in the order of the file."""
@@ -211,11 +230,11 @@ class Hetlb(Policy):
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         ctx.shares = ctx.held is not None
         evaluation = self.evaluate(ctx, instances, True)
-        found = evaluation.best()
+        found = evaluation.best() if evaluation.glance is None else evaluation.glance.found
         if found is None:
             return None
         if found.instance.spec.latency is None and found.instance.speed.seen:
-            found = worth_a_try(evaluation.sights, evaluation.rate, found)
+            found = evaluation.tried(found)
         places = ctx.request.places
         if places.preferred:  # unless it is too much worse
             among = [i for i, each in enumerate(evaluation.instances) if each.name in places.preferred]

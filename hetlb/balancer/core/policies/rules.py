@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from hetlb.balancer.core.blocks import ITERATIONS
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.sight import HELD, ROOM, UNREAD, SchedulingContext, Sight
 
 # --- prompts that begin alike: one that would be read again waits for the full instance that holds it ---
@@ -63,11 +65,6 @@ def end_burst(ctx: SchedulingContext, sights: Sequence[Sight], todo: float, hold
 # --- prompts that no engine reads soon: they wait at the proxy, and shorter ones go before them ---
 
 
-#: Iterations of unread prompts that an engine has ahead (`ordinary.py`: 8 equal at once TTFT 1.67 x with 4,
-#: 1.42 x with 16; other overload 1.17, 1.13 x; the worst agents 0.67, 0.94 x).
-_ITERATIONS: Final = 16.0
-
-
 def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> list[Sight]:
     """Return the sights. With `hold` one with many prompts to read takes no more, while each has work.
 
@@ -78,7 +75,7 @@ def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> lis
         if not hold or (each.state == ROOM and each.seen.empty):
             return sights
     for each in sights:
-        unread, most = each.seen.unread, _ITERATIONS * each.load.budget
+        unread, most = each.seen.unread, ITERATIONS * each.load.budget
         if each.state == ROOM and unread + unread > most:
             new = ctx.prompts * (ctx.prompt - each.cached)
             if unread > new and unread > most - new and each.cached <= new:
@@ -95,42 +92,31 @@ _GUESS_FACTOR: Final = 2.0
 
 
 def precedes(each: Sight, found: Sight) -> bool:
-    """Return True if an instance has a lower score than another, or the same and showed more speed.
-
-    Speeds that were shown without a profile are averaged if they are near. Of equal ones the instance with
-    the fewest requests is first, then the first of the file.
-    """
+    """Return True if an instance has a lower score than another, or the same and comes first."""
     if each.score != found.score:
         return each.score < found.score
-    one, other = each.instance, found.instance
-    if one.speed.seen and other.speed.seen and one.speed.shown != other.speed.shown:
-        return one.speed.shown < other.speed.shown
-    if one.booked != other.booked:
-        return one.booked < other.booked
-    return each.index < found.index
+    if each.instance.precedes(found.instance):
+        return True
+    return not found.instance.precedes(each.instance) and each.index < found.index
 
 
-def worth_a_try(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sight) -> Sight:
+def worth_a_try(
+    fastest: float, untried: Sequence[Instance], look: Callable[[int], Sight], found: Sight
+) -> Sight:
     """Return an idle instance of assumed speed if it may be about as good as the found one, else that.
 
-    It may be as fast as the fastest one that is known. Its answer will show its speed.
+    It is one of the `untried`, and may be as fast as the `fastest` one that is known. Its answer will show
+    its speed. `look` rates it by its number.
     """
-    fastest, guessed = math.inf, []
-    for each in sights:
-        instance = each.instance
-        if instance.spec.latency is not None:
-            continue
-        if instance.speed.seen:
-            fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
-        elif not instance.in_flight and each.state == ROOM:
-            guessed.append(each)
-    if not guessed:
+    if not untried:
         return found
     chosen, most = found, _GUESS_FACTOR * found.score
-    for each in guessed:
-        rate(each)
-        if each.score * min(1.0, fastest / each.instance.speed.factor) <= most and (
-            chosen is found or each.instance.booked < chosen.instance.booked
-        ):
-            chosen = each
+    for i, instance in enumerate(untried):
+        if chosen is found or instance.booked < chosen.instance.booked:
+            each = look(i)
+            likely = each.score * min(1.0, fastest / instance.speed.factor)
+            if each.state == ROOM and likely <= most:
+                chosen = each
+                if not instance.booked:
+                    break
     return chosen

@@ -50,9 +50,8 @@ def set_score(ctx: SchedulingContext, each: Sight, weights: Weights) -> None:
         each.adapter_s = adapter_s(ctx, each)
     if each.done_s < each.long_s:
         each.finish_s = each.long_s - each.done_s
-    evidence = each.instance.evidence
-    if evidence.troubled:
-        each.later_s = evidence.later_s(each.end_s)
+    if each.seen.troubled:
+        each.later_s = each.instance.evidence.later_s(each.end_s)
     each.score = (
         first * each.first_token_s
         + own * each.own_s

@@ -7,7 +7,6 @@ The forecast is a mean by the latency model; how far truth lies from it, `foreca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -15,6 +14,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import Costs, Demand
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import delay_of_reading_s
+from hetlb.balancer.core.occupancy import Occupancy
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.types import Request
 
@@ -30,7 +30,7 @@ UNREAD: Final = 6
 MOST_PREFILL_SHARE: Final = 0.9
 #: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
 #: left free for one deviation of all that run (`front.py`: preemptions 408 -> 36; two: dominated 1 -> 4).
-_SPREAD_SHARE: Final = 0.25
+SPREAD_SHARE: Final = 0.25
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -72,7 +72,7 @@ class SchedulingContext:
         self.held = held
         #: True if others pay their part of a prefix that they use elsewhere, too (see `Held`).
         self.shares = False
-        self.restraints: Sequence[str] | None = None
+        self.restraints: dict[str, str] | None = None
         #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
         #: instance in the mean.
         self.most_cached = self.unread = 0.0
@@ -140,9 +140,16 @@ class Sight:
     slower_s: float
     score: float
 
-    def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs, index: int = 0) -> None:
-        """See the room; `cost` is the mean request's there."""
-        self.seen = seen = instance.seen(ctx.now)
+    def __init__(
+        self,
+        ctx: SchedulingContext,
+        instance: Instance,
+        cost: Costs,
+        index: int = 0,
+        before: Occupancy | None = None,
+    ) -> None:
+        """See the room; `cost` is the mean request's there. It had room when it was as `before`."""
+        self.seen = seen = instance.seen(ctx.now) if before is None else before
         self.load = seen.load
         self.instance = instance
         self.cost = cost
@@ -164,9 +171,9 @@ class Sight:
             used -= ending * (ctx.demand.mix.booked + ctx.mean_output / 2.0)
             running -= ending
         self.used_tokens = used
-        self.state = ROOM if seen.empty else self._room(ctx, running)
+        self.state = ROOM if seen.empty or before is not None else self._room(ctx, running)
         self.speed, restraints = cost.speed, ctx.restraints
-        if restraints is not None and restraints[index]:
+        if restraints is not None and instance.name in restraints:
             self.speed = 0.0
             if self.state == ROOM:
                 self.state = RESTRAINED
@@ -188,7 +195,7 @@ class Sight:
             return NO_SLOT
         sequences = seen.running + ctx.request.sequences
         grows = 1.0 if instance.kv_need is None else instance.kv_need.grows
-        used = self.used_tokens + grows * _SPREAD_SHARE * ctx.long_output * math.sqrt(sequences)
+        used = self.used_tokens + grows * SPREAD_SHARE * ctx.long_output * math.sqrt(sequences)
         if ctx.least_output > 0.0:
             used = max(used, sequences * (ctx.demand.mix.booked + grows * ctx.least_output))
         if used <= load.kv_cache_tokens:
