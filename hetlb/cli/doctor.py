@@ -20,7 +20,7 @@ from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.engines.engine_mistakes import next_step, small_cache, without_load
 from hetlb.balancer.engines.scrape import UNKNOWN_PATH
-from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.fleet.reloading import require_urls
 from hetlb.balancer.fleet.source import Found, Source
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,

@@ -6,7 +6,7 @@ import argparse
 
 import uvloop
 
-from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.fleet.reloading import require_urls
 from hetlb.cli.flags import PORT, changed, declare
 from hetlb.cli.serve import add_fleet_arguments, fleet_of, prepare_process, run_service
 from hetlb.cli.serving_options import OPTIONS

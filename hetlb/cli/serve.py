@@ -20,7 +20,8 @@ from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet, check_policy
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS, Listen
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
+from hetlb.balancer.fleet.reloading import require_urls
+from hetlb.balancer.fleet.service import Service, announce, tune_gc
 from hetlb.cli.flags import PORT, changed, declare, stated_fleet, whole
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError

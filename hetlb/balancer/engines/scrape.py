@@ -53,6 +53,7 @@ from hetlb.tasks import end, ended
 if TYPE_CHECKING:
     from hetlb.balancer.config.profile_file import Profile
     from hetlb.balancer.engines.engine_history import HistoryPage
+    from hetlb.balancer.engines.look_ups import LookUps
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -62,10 +63,6 @@ _MAX_PAGE_BYTES: Final = 1 << 20
 MAX_METRICS_BYTES = 64 << 20
 #: Seconds until an engine is asked again whose page is too large, or that has none.
 _NO_PAGE_PAUSE_S: Final = 60.0
-#: Seconds that a look at all lists of models may take, seconds between two, and lists read at once.
-_LOOK_UP_S: Final = 1.0
-_LOOK_UP_PAUSE_S: Final = 2.0
-_AT_ONCE: Final = 8
 #: Statuses of an engine that does not know a path.
 UNKNOWN_PATH: Final = frozenset({404, 405, 501})
 #: Seconds for which an idle connection is kept: uvicorn closes it after 5 s.
@@ -162,9 +159,8 @@ class EngineWatch:
         self._now = asyncio.get_running_loop().time
         self._proxy = ProxyTable(connect_timeout_s=2.0 * table.timeout_s, upstream_idle_s=_IDLE_S)
         self._running: asyncio.Task[None] | None = None
-        #: Calls that wait for a look at all lists of models, and the end of the last one.
-        self._looking_up: list[Callable[[], None]] = []
-        self._looked_up_at = -math.inf
+        #: Looks at all lists of models at once, None before the first.
+        self._look_ups: LookUps | None = None
         #: The engines' own entries of `/v1/models`, by instance.
         self.models: dict[str, list[dict[str, Any]]] = {}
         #: The engines' `/version`, by instance.
@@ -224,6 +220,8 @@ class EngineWatch:
     async def close(self) -> None:
         running = () if self._running is None else (self._running,)
         await ended(*running, *self._looks.values())
+        if self._look_ups is not None:
+            await self._look_ups.close()
         for name in list(self._seen):
             self.pause(name)
 
@@ -241,44 +239,11 @@ class EngineWatch:
 
     def look_up_models(self, done: Callable[[], None]) -> bool:
         """Read the lists of all engines that are up, then call `done`. False: they were read just now."""
-        if not self._looking_up:
-            if self._now() < self._looked_up_at + _LOOK_UP_PAUSE_S:
-                return False
-            self._looks[""] = asyncio.create_task(self._look_up(), name="watch models")
-        self._looking_up.append(done)
-        return True
+        if self._look_ups is None:
+            from hetlb.balancer.engines.look_ups import LookUps
 
-    async def _look_up(self) -> None:
-        looks = []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_UP_S):
-                for instance in self._scheduler.instances:
-                    seen = self._seen.get(instance.name)
-                    if seen is not None and instance.evidence.health.state is Health.UP:
-                        looks.append(asyncio.create_task(self._read_models(instance.name, seen, instance)))
-                        await asyncio.sleep(self._rounds.pause_s if len(looks) % _AT_ONCE == 0 else 0)
-                await asyncio.gather(*looks, return_exceptions=True)
-        await ended(*looks)
-        self._looks.pop("", None)
-        self._looked_up_at = self._now()
-        waiting, self._looking_up = self._looking_up, []
-        for done in waiting:
-            done()
-
-    def model_list(self) -> list[dict[str, Any]]:
-        union: dict[str, dict[str, Any]] = {}
-        for instance in self._scheduler.instances:
-            if instance.evidence.health.state is Health.EJECTED:
-                continue
-            entries = self.models.get(instance.name)
-            if entries is None and instance.spec.model:
-                entries = [{"id": instance.spec.model, "object": "model", "owned_by": "hetlb"}]
-            for entry in entries or ():
-                known = union.setdefault(entry["id"], entry)
-                longest, mine = known.get("max_model_len"), entry.get("max_model_len")
-                if isinstance(mine, int) and (not isinstance(longest, int) or mine > longest):
-                    union[entry["id"]] = entry
-        return list(union.values())
+            self._look_ups = LookUps(self._scheduler, self._seen, self._read_models, self._rounds)
+        return self._look_ups.look(done)
 
     def learned(self, change: InstanceChange) -> None:
         """Pass a finding on to the scheduler."""

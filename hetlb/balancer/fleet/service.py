@@ -17,20 +17,17 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hetlb import systemd
-from hetlb.balancer.clients.access import Access, EngineAccess, load_access
+from hetlb.balancer.clients.access import Access, EngineAccess
 from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
-from hetlb.balancer.config.fleet import Fleet, load_fleet
-from hetlb.balancer.config.fleet_mistakes import check_extras
-from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -39,6 +36,7 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
+from hetlb.balancer.fleet.availability import Availability
 from hetlb.balancer.fleet.operator_changes import (
     OperatorChange,
     Register,
@@ -46,6 +44,7 @@ from hetlb.balancer.fleet.operator_changes import (
     SetPolicy,
     SetState,
 )
+from hetlb.balancer.fleet.reloading import needs_restart, read_again, require_urls
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
@@ -95,43 +94,6 @@ class WorkerState:
     restarts: int
     #: Times it was killed because it no longer answered.
     hangs: int = 0
-
-
-class Availability:
-    """State of the fleet for balancers in front and for clients, at both listeners."""
-
-    def __init__(self, scheduler: Scheduler, watch: EngineWatch) -> None:
-        self._scheduler = scheduler
-        self._watch = watch
-        #: True from SIGTERM on: not ready, though requests are still accepted for a while.
-        self.stopping = False
-
-    def routable(self) -> bool:
-        """Return True if a request can be served."""
-        return self.readiness == "ready"
-
-    @property
-    def readiness(self) -> str:
-        """ "ready", or the reason why no request should come."""
-        if self.stopping:
-            return "stopping"
-        routable = [each for each in self._scheduler.instances if each.routable or each.comes]
-        if not routable:
-            return "no instance is routable"
-        if any(not each.spec.model or each.spec.model in each.models for each in routable):
-            return "ready"
-        names = dict.fromkeys(each.spec.model for each in routable)
-        return f"no instance serves {', '.join(names)}"
-
-    def models(self) -> list[dict[str, Any]]:
-        """Return the models that clients may ask for; without an instance they are not `available`."""
-        found = self._watch.model_list()
-        known = {each["id"] for each in found}
-        return found + [
-            {"id": name, "object": "model", "owned_by": "hetlb", "available": False}
-            for name in self._scheduler.fleet.ready
-            if name not in known
-        ]
 
 
 class FleetService(ABC):
@@ -253,9 +215,6 @@ class FleetService(ABC):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _on_reload_signal(self) -> None:
-        self.do(self._reload_by_signal())
 
     @abstractmethod
     async def _reload_by_signal(self) -> None:
@@ -510,7 +469,7 @@ class Service(FleetService):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
         loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
-        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self.do(self._reload_by_signal()))
         try:
             if ready is not None:
                 ready()
@@ -601,60 +560,6 @@ def tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GARBAGE_CONTAINERS, 10, 10)
-
-
-def read_again(running: Fleet) -> Fleet:
-    """Return the fleet as its file is now, with the listeners where they are. Raises `InputError`."""
-    if running.path is None:
-        raise ConfigError("there is no file to reload: hetlb was started with --instance")
-    read = load_fleet(running.path)
-    before, after, admin = running.file.addresses, read.file.addresses, running.file.admin
-    replace = msgspec.structs.replace
-    if len(before) == len(after):
-        before = tuple(
-            replace(old, tls=new.tls if old.tls else None) for old, new in zip(before, after, strict=True)
-        )
-    return read.with_tables(
-        listen=before if len(before) > 1 else before[0],
-        admin=replace(
-            read.file.admin, host=admin.host, port=admin.port, tls=read.file.admin.tls if admin.tls else None
-        ),
-    )
-
-
-#: Keys that cannot be swapped, and their values in the file.
-_FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
-    "listen.host": lambda file: [each.host for each in file.addresses],
-    "listen.port": lambda file: [each.port for each in file.addresses],
-    **{
-        key: attrgetter(key)
-        for key in (
-            "admin.host", "admin.port", "queue", "health", "scrape",
-            "proxy.workers", "proxy.request_log", "tracing", "discovery", "watch", "pick", "shared",
-            "proxy.request_log_format",
-        )
-    },
-    "listen.tls": lambda file: [each.tls is None for each in file.addresses],
-    "admin.tls": lambda file: file.admin.tls is None,
-    "policy": lambda file: msgspec.structs.replace(file.policy, name=""),
-    "models[].tokenizer": lambda file: {each.name: each.tokenizer for each in file.models if each.tokenizer},
-}  # fmt: skip
-
-
-def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
-    """Return the keys that differ from the start and cannot be swapped."""
-    return [key for key, of in _FIXED.items() if of(then) != of(now)]
-
-
-def require_urls(fleet: Fleet) -> Access:
-    """Read the keys and certificates that a fleet is served with. Raises `ConfigError`."""
-    for spec in fleet.instances:
-        if not spec.url:
-            raise ConfigError(
-                f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
-            )
-    check_extras(fleet)
-    return load_access(fleet)
 
 
 def ready_line(

@@ -21,7 +21,7 @@ from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.core.types import Lease, Outcome, Request
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.fleet.reloading import require_urls
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
