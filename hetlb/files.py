@@ -33,7 +33,7 @@ _KINDS: Final = {
 _given: dict[Path, bytes | None] = {}
 
 
-#: First bytes of files that are taken for text; expected text, its present form, and the next step.
+#: First bytes of files taken for text; expected text, its present form, and the next step.
 _NO_TEXT: Final = (
     (b"\x1f\x8b", "text, got a gzip file: unpack it first"),
     (b"\x28\xb5\x2f\xfd", "text, got a Zstandard file: unpack it first"),

@@ -1,4 +1,4 @@
-"""Files that are checked for changes every `poll_s`: a network file system reports none."""
+"""Files checked for changes every `poll_s`: a network file system reports none."""
 
 from __future__ import annotations
 

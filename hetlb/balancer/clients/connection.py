@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MAX_PIPELINED_BYTES: Final = 64 << 10
 #: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
 _LARGE_READ_BYTES: Final = 128 << 10
-#: Least bytes of a body that is parsed in a turn of its own.
+#: Least bytes of a body parsed in a turn of its own.
 _LARGE_BODY_BYTES: Final = 256 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0

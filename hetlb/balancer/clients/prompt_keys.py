@@ -86,7 +86,7 @@ def token_ids(call: Call) -> list[array[int]] | None:
 def id_keys(
     ids: list[array[int]], model: str, salt: str | None, owner: str | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Return the keys of the ids that all prompts begin with; their tokens are exact."""
+    """Return the keys of the token ids with which all prompts begin, and their exact count."""
     length = len(ids[0])
     if len(ids) > 1:
         first, last = min(ids), max(ids)

@@ -27,7 +27,10 @@ class PlacingAgain:
         return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
 
     def place(self, lease: Lease, now: float) -> list[Command]:
-        """Place a lease again. Without commands it stays, or ends until `wait`."""
+        """Place a request elsewhere and return the commands.
+
+        None: its lease stays (no instance is better), or has ended without a new place (`wait` queues it).
+        """
         request, placement = lease.request, self._placement
         ready = placement.fleet.ready.get(request.model)
         if ready is None or request.id in placement.retries.attempts:

@@ -76,7 +76,7 @@ def _bucket(tokens: int) -> int:
     return _EXACT_TOKENS + shift * _DOUBLING_BUCKETS + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length in tokens that is counted as it is: engines and peers may say any.
+#: Longest length in tokens counted as it is: engines and peers may say any.
 _MOST_TOKENS: Final = 1 << 31
 #: Number of answers after which a weight has halved, so that a change of traffic is followed.
 HALF_LIFE_ANSWERS: Final = 2000

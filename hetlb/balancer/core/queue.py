@@ -109,7 +109,7 @@ class QueueFlow:
     def __init__(self, key: QueueKey, name: FlowName) -> None:
         self.key = key
         self.name = name
-        #: Ordered: the head of a plain dict that is consumed from the front costs its past length.
+        #: Ordered: the head of a plain dict consumed from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
         #: The same by due time, with some that have left.
         self._order: list[tuple[float, int, RequestId]] = []

@@ -402,7 +402,7 @@ class Lease:
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.shared = shared
-        #: Engine of its instance that is chosen for it, -1 if the server chooses.
+        #: Engine of its instance chosen for it, -1 if the server chooses.
         self.rank = -1
         #: Seconds its request had waited at the dispatch.
         self.waited_s = 0.0

@@ -1,4 +1,4 @@
-"""Looks at the lists of models of all engines at once, for a request whose model nobody is known to have."""
+"""Looks at the lists of models of all engines at once, for a request of an unknown model."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _ERROR_BEGINS: Final = frozenset(b"".join(each[:1] + each[:1].upper() for each i
 _MANY: Final = 8
 #: Characters of a text that is expected not to come again and again: one, or its escape.
 _SAME_CHARACTERS: Final = 6
-#: Bytes of an answer's beginning that are looked at.
+#: Inspected bytes at the start of an answer.
 SAMPLE_BYTES: Final = 2048
 _MODEL: Final = re.compile(rb'"model"\s*+:\s*+"([^"\\]{0,512}+)"')
 _FINISH: Final = re.compile(rb'"finish_reason"\s*+:\s*+"([a-z_]{1,32}+)"')

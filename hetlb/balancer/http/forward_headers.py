@@ -1,4 +1,4 @@
-"""Headers that are forwarded to an engine and back to a client, kept for a head that comes again.
+"""Headers forwarded to an engine and back to a client, kept for a head that comes again.
 
 Of a client's headers only listed ones reach an engine, and none that belongs to one connection
 (RFC 9110, 7.6.1, and what `Connection` names). `Via` says that a request passed here, so that one that comes

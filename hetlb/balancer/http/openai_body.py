@@ -28,7 +28,7 @@ MAX_DENSITY: Final = 45_000_000
 _MARKS: Final = b'",:[]{}\\'
 #: Blanks that stand in no string, as two in a row seldom do.
 _BLANKS: Final = b"\t\r\n"
-#: Bytes of each `_STRIDE_BYTES` that are looked at, at a place that no client knows.
+#: Inspected bytes of each `_STRIDE_BYTES`, at a place that no client knows.
 _STRIDE_BYTES: Final = 64 << 10
 _LOOK_BYTES: Final = 2 << 10
 
@@ -36,7 +36,7 @@ _LOOK_BYTES: Final = 2 << 10
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
 #: Parts of a content: all requests with media have them.
 _PARTS: Final = re.compile(rb"\[\s*\{")
-#: Media that are counted in one prompt: engines take far fewer.
+#: Media counted in one prompt: engines take far fewer.
 MOST_MEDIA: Final = 4096
 #: Begin of a string that is a data URL, or base64 of an Anthropic image source or of `input_audio`. No prompt
 #: looks like it: in text the quotes would be escaped. The expression begins with bytes that are found fast.

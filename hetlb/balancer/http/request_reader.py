@@ -6,7 +6,7 @@ from typing import Final
 
 from hetlb.balancer.http.http1 import MAX_SMALL_CHUNKS, ChunkedDecoder, GateError, head_end
 
-#: Bytes of a chunked body that are decoded at once.
+#: Bytes of a chunked body decoded at once.
 TURN_BYTES: Final = 64 << 10
 #: Maximum number of empty lines before a request: RFC 9112, 2.2 asks to ignore at least one.
 MAX_BLANK_LINES: Final = 8

@@ -220,7 +220,7 @@ class SseWatcher:
         return (out[: -len(_END)] if out.endswith(_END) else out) + self.release()
 
     def release(self) -> bytes:
-        """Return the event that waits for the next one, b"" for none."""
+        """Return the held end of an event, which was kept until more came; b"" for none."""
         ending, self._ending = self._ending, b""
         return ending and ending + _END
 
@@ -336,7 +336,7 @@ class SseWatcher:
             self.sample += data[: SAMPLE_BYTES // 2]
 
     def _read_fields(self, event: bytes, data: bytes) -> bytes:
-        """Take usage or an error out of an event that may have some; returns it without usage held."""
+        """Read usage or an error in an event. Return the bytes for the client, without held usage."""
         try:
             fields = _decoder.decode(data)
         except NOT_JSON:

@@ -21,7 +21,7 @@ FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 _HOLDERS: Final = ("vllm_xargs", "sampling_params", "extra_args")
 #: Depth of the deepest place of a field: `sampling_params.extra_args`.
 _DEEPEST_LEVEL: Final = 2
-#: Bytes of an object that is written anew, beside values that are known to be few; a larger one has at most
+#: Bytes of an object that is written anew, beside values known to be few; a larger one has at most
 #: `MOST_QUOTES`.
 MAX_REWRITTEN_BYTES: Final = 256 << 10
 MOST_QUOTES: Final = 1 << 17

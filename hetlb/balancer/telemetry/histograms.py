@@ -10,7 +10,7 @@ from typing import Any, Final
 
 #: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
-#: Values of a histogram that are counted at once.
+#: Values of a histogram counted at once.
 _BATCH_VALUES: Final = 64
 
 

@@ -32,7 +32,7 @@ _STEPS_PER_OCTAVE: Final = 16.0
 #: The same for each factor e.
 _STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
-#: Share of the largest lag that is kept from one sweep to the next; twenty of them are ten seconds.
+#: Share of the largest lag kept from one sweep to the next; twenty of them are ten seconds.
 _LAG_KEPT: Final = 0.9
 _OK: Final = Outcome.OK
 _REFUSED: Final = Outcome.UPSTREAM_REFUSED

@@ -19,7 +19,7 @@ SOME: Final = 64
 
 
 class RemoteLeases:
-    """Leases of other processes by process and number; `arrived`: they are demand here too."""
+    """Leases of other processes by process and number. `arrived`: they count as demand of this scheduler."""
 
     def __init__(self, scheduler: Scheduler, *, arrived: bool) -> None:
         self._scheduler = scheduler

@@ -200,7 +200,10 @@ def causal_pairs(tokens: float, most_tokens: int = 0) -> float:
 
 
 def attention_work(mixers: Iterable[Mixer]) -> tuple[AttentionWork, ...]:
-    """Return the work of a model's layers, equal ones together. States and convolutions have no pairs."""
+    """Return the attention work of a model's layers, equal layers summed.
+
+    Linear attention, states and convolutions compare no query with a key: such layers are left out.
+    """
     found: Counter[tuple[float, float, int, float]] = Counter()
     for mixer in mixers:
         heads = mixer.heads

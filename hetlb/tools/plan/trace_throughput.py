@@ -34,7 +34,7 @@ _LEAST_ROW_SHARE = 0.5
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows of a trace that are estimated on; `within` of its `total` rows are within the cluster's limits."""
+    """Rows of a trace for estimates; `within` of its `total` rows are within the cluster's limits."""
 
     rows: list[tuple[int, int]]
     within: int

@@ -83,7 +83,7 @@ class FullPart:
 def full_part(
     engine: EngineModel | StagedEngine, sequences: Sequence[EngineSequence], batch: int
 ) -> FullPart:
-    """Run sequences that are submitted at once; return the part of the run while the engine is full.
+    """Run sequences submitted at once; return the part of the run while the engine is full.
 
     It begins when `batch` sequences have ended, and ends when no sequence waits any more. The first `batch`
     begin at random points of their answers: else all of them would end, and be replaced, at the same time.

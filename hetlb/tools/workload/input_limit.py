@@ -19,7 +19,7 @@ DEFAULT_MIB: Final = 1024
 #: Bytes of the limit that a value takes at least: as many as in memory.
 VALUE_BYTES: Final = 64
 _PIECE_BYTES: Final = 1 << 20
-#: Packed bytes that are given to zlib at once: what a short member leaves of them is copied.
+#: Packed bytes given to zlib at once: what a short member leaves of them is copied.
 _GIVEN_BYTES: Final = 16 << 10
 #: The limit in bytes of this run.
 _limit = [DEFAULT_MIB << 20]

@@ -141,7 +141,7 @@ class Evidence:
         return self.standing(now) is not None and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
-        """Return True if it gets trials, as it is restrained or the score keeps requests away."""
+        """Return True if one request at a time is its trial: a restraint or its score keeps others away."""
         return self.answers.excess > 0.0 or self.standing(now) is not None
 
     def due(self, now: float) -> bool:

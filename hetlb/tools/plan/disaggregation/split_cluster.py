@@ -95,7 +95,7 @@ class SplitCluster:
 
     @property
     def kv_bytes(self) -> float:
-        """Return the bytes of cache of the mean prompt: windows end, and a state is sent with it."""
+        """Return the bytes of cache to send for the mean prompt, of windows the last tokens alone."""
         return self.model.known.kv_bytes(self.workload.prompt_tokens)
 
     @property
