@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import re
 import stat
@@ -89,13 +88,6 @@ def reader(path: Path) -> BinaryIO:
     return os.fdopen(found, "rb")
 
 
-def kept_reader(path: Path, most_bytes: int) -> BinaryIO:
-    """Open as `reader` what may be read again, also of a pipe. Raises `OSError`."""
-    if path in _given and not path.is_file():
-        return io.BytesIO(content(path, most_bytes))
-    return reader(path)
-
-
 def opened(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a regular file and return its descriptor; never waits. Raises `OSError` for anything else."""
     with contextlib.suppress(FileNotFoundError):
@@ -139,19 +131,9 @@ def size_of(count: int) -> str:
 
 def text_of(path: Path, data: bytes, error: type[InputError]) -> str:
     """Return the text that a file's bytes are. Raises `error`."""
-    check_text(path, data, error)
+    if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
+        raise error(f"{path}: expected {kind}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as caught:
-        raise no_utf8(path, caught, error) from caught
-
-
-def check_text(path: Path, begin: bytes, error: type[InputError]) -> None:
-    """Raise `error` if a file that begins so is no text."""
-    if kind := next((kind for mark, kind in _NO_TEXT if begin.startswith(mark)), None):
-        raise error(f"{path}: expected {kind}")
-
-
-def no_utf8(path: Path, caught: UnicodeDecodeError, error: type[InputError]) -> InputError:
-    """Create the error of a file that is not in UTF-8."""
-    return error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}")
+        raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught

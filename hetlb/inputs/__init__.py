@@ -4,9 +4,8 @@ import math
 
 
 def number_of(text: str) -> float:
-    """Return the number that a text is, NaN of any other: no comparison with NaN is true."""
+    """Return the number in ASCII that a text is, NaN of any other: no comparison with NaN is true."""
     try:
-        # Python alone reads `1_000` and digits of other scripts.
         return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         return math.nan

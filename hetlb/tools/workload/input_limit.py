@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import itertools
 import math
 import zlib
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from hetlb.errors import TraceError
-from hetlb.files import MAX_BYTES, check_text, kept_reader, no_utf8, reader, size_of
+from hetlb.files import MAX_BYTES, content, reader, size_of, text_of
 
 #: Default of `--max-input-mib`.
 DEFAULT_MIB: Final = 1024
@@ -117,19 +118,17 @@ class TextLines(Iterator[str]):
 
     def _texts(self) -> Iterator[str]:
         """Yield the text in pieces."""
-        decode, begun = codecs.getincrementaldecoder("utf-8-sig")().decode, False
+        decode, begin = codecs.getincrementaldecoder("utf-8-sig")().decode, b""
         try:
             for piece in unpacked(self._file):
-                if not begun:
-                    check_text(self._path, piece, TraceError)
-                    begun = True
+                begin = begin or piece[:4]
                 self._left_bytes -= len(piece)
                 if self._left_bytes < 0:
                     raise self._above(f"{_limit[0] >> 20} MiB")
                 yield decode(piece)
             yield decode(b"", final=True)
         except UnicodeDecodeError as caught:
-            raise no_utf8(self._path, caught, TraceError) from caught
+            text_of(self._path, begin + b" " + caught.object[caught.start :], TraceError)
         except (EOFError, zlib.error) as caught:
             raise TraceError(f"{self._path}: expected a whole gzip file: {caught}") from caught
 
@@ -141,7 +140,9 @@ def text_lines(path: Path, most: int = MAX_BYTES, *, endless: bool = False) -> I
     Raises `TraceError`.
     """
     try:
-        with reader(path) if endless else kept_reader(path, _limit[0]) as file:
+        # What a pipe gave is kept: some commands read their requests twice.
+        whole = not (endless or path.is_file())
+        with io.BytesIO(content(path, _limit[0])) if whole else reader(path) as file:
             yield TextLines(path, file, most, math.inf if endless else _limit[0])
     except FileNotFoundError as caught:
         raise TraceError(f"{path}: no such file") from caught
