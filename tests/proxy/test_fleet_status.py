@@ -117,6 +117,11 @@ def test_two_of_three_dead_is_degraded_and_names_them() -> None:
         "b and c are down (connection refused). Start them, wait if they are loading, or check their network."
     )
     assert found["sentence"].startswith("1 of 3 servers")
+    fleet.scheduler.fleet.instances["b"].far_s = fleet.scheduler.fleet.instances["c"].far_s = 0.4
+    assert fleet.look()["advice"] == found["advice"]  # a host that answers so is reached
+    fleet.scheduler.on_instance(Probed("b", ProbeResult.REFUSED, "it accepts no connection"), fleet.now)
+    steps = {each["instance"]: each["advice"] for each in fleet.look()["causes"]}
+    assert "Look at the network to b: a packet and its answer take 400 ms." in steps["b"]
 
 
 def test_one_slow_is_degraded_and_named() -> None:
@@ -162,6 +167,8 @@ def test_one_that_fails_is_degraded_and_named() -> None:
     fleet.end(3, Outcome.UPSTREAM_ERROR, "a")
     assert fleet.look()["advice"].startswith("a failed 3 of its last 3 requests; the other servers did not")
     assert fleet.look()["state"] == "degraded"
+    fleet.scheduler.fleet.instances["a"].far_s = 0.4
+    assert fleet.look()["advice"].endswith("Look at the network to a: a packet and its answer take 400 ms.")
 
 
 def test_none_left_is_down_and_says_why() -> None:

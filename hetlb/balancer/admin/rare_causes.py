@@ -22,7 +22,7 @@ from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.speed import SLOW_FACTOR
 from hetlb.balancer.core.types import AdminState, EngineSample, Health
-from hetlb.balancer.engines.engine_mistakes import small_cache, without_load
+from hetlb.balancer.engines.engine_mistakes import REFUSED, small_cache, without_load
 from hetlb.balancer.telemetry.recent import InstanceShare, Recent
 
 KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
@@ -134,7 +134,8 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
         return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
     if not each.routable or each.evidence.health.state is not Health.UP:
         sentence = f"{name} is down ({reason})" if reason else f"{name} is down"
-        return StateCause("dead", name, sentence, next_step_of(each))
+        advice = (reason != REFUSED and _network(each)) or next_step_of(each)
+        return StateCause("dead", name, sentence, advice)
     if evidence.silence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
         return StateCause("stalled", name, f"{name} has {evidence.why(now)}", _network(each) or advice)
@@ -142,7 +143,7 @@ def _of_state(each: Instance, now: float) -> StateCause | None:
     if answers.doubted or (answers.excess > 0.0 and answers.lost >= _LEAST_LOST):
         if now - evidence.answers.odd_at > WRONG_S:
             told = f"{name} failed {evidence.answers.told} requests; the other servers did not"
-            return StateCause("fails", name, told, LOG)
+            return StateCause("fails", name, told, _network(each) or LOG)
         told = f"{name} answered {evidence.answers.told} requests wrong; the other servers did not"
         advice = f"Send {name} a request by hand: look for no text, another model, or always the same text."
         return StateCause("wrong_answers", name, told, advice)
