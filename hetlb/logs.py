@@ -103,7 +103,7 @@ class LogWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
         self.lost = 0
-        #: Called with the name of the log, and why lines were lost; in any thread.
+        #: Called with the reason why lines were lost, in any thread.
         self.on_lost: Callable[[str], object] = lambda why: None
         #: Line end before the next batch where the last one was cut in a line.
         self._gap = b""
@@ -137,7 +137,7 @@ class LogWriter:
     def _lose(self, lines: int, why: str) -> None:
         """Count lines that are not written."""
         self.lost += lines
-        self.on_lost(f"{self._thread.name}: {why}")
+        self.on_lost(why)
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.flush()

@@ -118,7 +118,7 @@ def _full(fleet: Watched) -> None:
 
 
 def _unlogged(fleet: Watched) -> None:
-    fleet.recent.own["log_lost"] = fleet.now - 5.0, "request log: No space left on device"
+    fleet.recent.own["log_lost"] = fleet.now - 5.0, "No space left on device"
 
 
 #: Each with the state and the cause that it makes.

@@ -70,7 +70,7 @@ async def test_after_a_full_disk_lines_begin_anew(tmp_path: Path) -> None:
         with most_file_bytes(50):
             writer.write("x" * 99 + "\n")
             writer.flush()
-            await turns_until(lambda: why == ["test: File too large"])
+            await turns_until(lambda: why == ["File too large"])
         assert writer.lost == 1
         writer.write("y\n")
         writer.close()

@@ -81,7 +81,7 @@ _OWN: Final = {
     ),
     "log_lost": (
         "lines of the log are lost",
-        "Free its disk, or give it a faster reader. An event log begins anew with hetlb's next start.",
+        "Free its disk, or give it a faster reader. An event log begins anew when hetlb restarts.",
     ),
 }
 #: Greatest age of a class's recent requests, in seconds.

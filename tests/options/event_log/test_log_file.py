@@ -29,6 +29,6 @@ async def test_on_a_full_disk_the_log_ends_with_a_whole_line(
     log.close()
     assert path.read_text() == "a" * 99 + "\n"
     assert log.lost == 2
-    assert lost == ["event log: File too large"] * 2
+    assert lost == ["File too large"] * 2
     told = [each.getMessage() for each in caplog.records]
     assert told == [f"the event log ends, {path} cannot be written: File too large"]
