@@ -93,6 +93,26 @@ def test_a_burst_of_which_nothing_has_ended_says_nothing_of_the_capacity() -> No
     assert found["load"] >= 1.0
 
 
+def test_a_moment_of_waiting_makes_no_overload_of_a_load_that_is_served() -> None:
+    """Twenty seconds after the start a request waits, and one has run since then."""
+    fleet = Watched()
+    fleet.arrive(1)
+    for _ in range(20):
+        fleet.arrive(12)
+        fleet.now += 1.0
+        fleet.leases = (
+            [*fleet.leases[1:], fleet.leases[0]] if fleet.leases[0].request.id == 1 else fleet.leases
+        )
+        fleet.end(12)
+        fleet.look()
+    fleet.arrive(12)
+    fleet.now += 1.0
+    fleet.arrive(12)
+    found = fleet.look()
+    assert len(fleet.scheduler.queue) == 1
+    assert 1.0 <= found["load"] < 1.2
+
+
 def test_servers_that_were_taken_out_by_hand_are_named_where_requests_wait() -> None:
     fleet = Watched()
     fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)

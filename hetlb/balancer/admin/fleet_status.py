@@ -208,7 +208,7 @@ def _of_model(
     load, limited_by = _load(able, waiting, served, capacity)
     if capacity is not None and rate is not None:
         # While requests wait the capacity is the served rate, whatever the model of speed predicts.
-        capacity = min(capacity, _served_when_full(able, served, now)) if waiting else capacity
+        capacity = min(capacity, _served_when_full(able, recent, now)) if waiting else capacity
         load = rate / capacity if capacity > 0.0 else load
         load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
@@ -307,14 +307,19 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
     return None
 
 
-def _served_when_full(able: Sequence[Instance], served: float, now: float) -> float:
+def _served_when_full(able: Sequence[Instance], recent: Recent, now: float) -> float:
     """Return the requests/s that full servers complete.
 
-    It is the recent rate of ended requests, or the running requests over the age of the oldest one if that is
-    more: a burst that has just begun has ended no request yet.
+    It is the rate of ended requests, of the same time as that of arrivals: they were full for a part of it. It
+    is the running requests over the age of the oldest one if that is more: a burst has ended none yet.
     """
+    last = math.floor(now / BIN_S)
+    first = max(min(recent.stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
+    shares = recent.last(ARRIVALS_S, now).shares
+    ended = sum(shares[each.name].ended for each in able if each.name in shares)
     since = [lease.dispatched_at for each in able for lease in each.leases.values()]
     age_s = now - min(since, default=0.0)
+    served = ended / max(BIN_S, now - first * BIN_S)
     return max(served, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)
 
 
