@@ -100,9 +100,7 @@ def test_a_moment_of_waiting_makes_no_overload_of_a_load_that_is_served() -> Non
     for _ in range(20):
         fleet.arrive(12)
         fleet.now += 1.0
-        fleet.leases = (
-            [*fleet.leases[1:], fleet.leases[0]] if fleet.leases[0].request.id == 1 else fleet.leases
-        )
+        fleet.leases.append(fleet.leases.pop(0))
         fleet.end(12)
         fleet.look()
     fleet.arrive(12)

@@ -310,8 +310,8 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 def _served_when_full(able: Sequence[Instance], recent: Recent, now: float) -> float:
     """Return the requests/s that full servers complete.
 
-    It is the rate of ended requests, of the same time as that of arrivals: they were full for a part of it. It
-    is the running requests over the age of the oldest one if that is more: a burst has ended none yet.
+    It is the rate of ended requests, of the same time as that of arrivals. It is the running requests over
+    the age of the oldest one if that is more: a burst has ended none yet.
     """
     last = math.floor(now / BIN_S)
     first = max(min(recent.stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
