@@ -310,8 +310,8 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 def _served_when_full(able: Sequence[Instance], recent: Recent, now: float) -> float:
     """Return the requests/s that full servers complete.
 
-    The rate of ended requests counts over the same time as that of arrivals. The running requests over the
-    age of the oldest one count if that is more: a burst has ended none yet.
+    Ended requests are counted over the same seconds as arrivals. The running requests over the age of the
+    oldest one count if that is more: a burst has ended none yet.
     """
     last = math.floor(now / BIN_S)
     first = max(min(recent.stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
