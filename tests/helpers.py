@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -113,6 +113,18 @@ def examples(count: int) -> int:
     if profile == "search":
         return max(count, settings().max_examples)
     return min(count, settings().max_examples) if profile in AGAIN else count
+
+
+def all_pairs(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return few rows of values in which each value of a column meets each of every other column."""
+    rows = list(itertools.product(*(range(len(each)) for each in columns)))
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, found = set().union(*pairs.values()), []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        found.append(tuple(column[at] for column, at in zip(columns, best, strict=True)))
+    return found
 
 
 #: Seconds after which what is waited for will not come: it ends a test that has failed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers import MODEL, dispatched, make_scheduler, request, spec
+from helpers import MODEL, all_pairs, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,10 +48,15 @@ def ask(
 HOWS = [Outcome.UPSTREAM_ERROR, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM]
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("own", [{"client": "10.0.0.9"}, {"tenant": "x"}, {"session": "s"}])
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("policy", ["hetlb", "rr", "least-requests"])
+@pytest.mark.parametrize(
+    ("policy", "pinned", "own", "how"),
+    all_pairs(
+        ["hetlb", "rr", "least-requests"],
+        [False, True],
+        [{"client": "10.0.0.9"}, {"tenant": "x"}, {"session": "s"}],
+        HOWS,
+    ),
+)
 def test_one_client_that_loses_everywhere_moves_nothing(
     policy: str, pinned: bool, own: dict[str, str], how: Outcome
 ) -> None:

@@ -159,7 +159,7 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
         assert watched.tell(event) == left_alone.tell(event)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(EVENTS, ARRIVALS, st.integers(0, 5000), st.booleans(), st.booleans())
 @example(
     events=[(0.0, 106, 1, 1, "", CLASSES[0]), (0.0, 1, 1, 1, "", CLASSES[0]), "first"],

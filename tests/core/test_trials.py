@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from helpers import MODEL, dispatched, make_scheduler, request, spec
+from helpers import MODEL, all_pairs, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.evidence.lost_answers import lower_share
@@ -39,13 +39,15 @@ def refused(scheduler: Scheduler, lease: Lease, busy: bool, now: float) -> Lease
     return dispatched(commands)
 
 
-@pytest.mark.parametrize("busy", [True, False])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize(("fleet", "bad"), [("ab", "a"), ("abc", "a"), ("abc", "ab")])
+@pytest.mark.parametrize(
+    ("policy", "busy", "places"),
+    all_pairs(sorted(POLICIES), [True, False], [("ab", "a"), ("abc", "a"), ("abc", "ab")]),
+)
 def test_an_instance_that_refuses_at_once_draws_no_work(
-    policy: str, busy: bool, fleet: str, bad: str
+    policy: str, busy: bool, places: tuple[str, str]
 ) -> None:
     """Twenty a second for 10 s, then it answers: a few are lost, and it is back within 5 s."""
+    fleet, bad = places
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     running: list[tuple[float, Lease]] = []
     lost, back_at = 0, 0.0

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import all_pairs, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.admin.rare_causes import of_processes
 from hetlb.balancer.core.scheduler import Scheduler
@@ -95,10 +95,10 @@ def test_two_names_of_one_process_are_found_under_load(seed: int, rate: float, l
     assert at <= 14.0 + 35.0 / rate
 
 
-@pytest.mark.parametrize("length", [0, 20])
-@pytest.mark.parametrize("others", [0.0, 1.0])
-@pytest.mark.parametrize("policy", ["rr", "least-requests"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "policy", "others", "length"),
+    all_pairs(range(4), ["rr", "least-requests"], [0.0, 1.0], [0, 20]),
+)
 def test_two_servers_of_one_script_are_two(seed: int, policy: str, others: float, length: int) -> None:
     """They began at the same tick and have equal load, of a second proxy as well."""
     scheduler = make_scheduler([spec("a"), spec("b")], policy)

@@ -48,8 +48,16 @@ WAYS: dict[str, Script | bytes] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", POLICIES)
+# A policy sees the end of a request, not the bytes of its answer: each way under two, two ways under each.
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [
+        (policy, way)
+        for policy in POLICIES
+        for way in WAYS
+        if policy in ("hetlb", "rr") or way in ("500", "404")
+    ],
+)
 async def test_beside_one_that_answers_it_gets_a_few(start: Start, policy: str, way: str) -> None:
     requests = 30
     async with Upstream(WAYS[way]) as bad, Upstream() as good:
