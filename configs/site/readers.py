@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hetlb import files
-from hetlb.balancer.clients import prompt_keys
+from hetlb.balancer.admin import admin
+from hetlb.balancer.clients import access, prompt_keys
 from hetlb.balancer.engines import scrape, series_reader, upstream
 from hetlb.balancer.http import http1, multipart, sse, transfer_fields
+from hetlb.cli import adminclient
 from hetlb.inputs import yaml_file
 from hetlb.options.kubernetes import kubernetes
 from hetlb.options.kv_events import kv_events, zmtp
@@ -25,7 +27,7 @@ from hetlb.tools.workload import input_limit, record_file
 class Reader(NamedTuple):
     """One reader: what it reads, of whom, its bound, and what happens there.
 
-    `cases` are parts of the names of the growth tests that it has.
+    `cases` are parts of the names of its growth tests. Of one without, JSON is decoded and no more.
     """
 
     reads: str
@@ -128,6 +130,27 @@ READERS = (
         ("metrics page",),
     ),
     Reader(
+        "lists of models, versions, sleep, bootstrap pages",
+        "an engine",
+        size(scrape.MAX_PAGE_BYTES),
+        "not read",
+        ("a list of models",),
+    ),
+    Reader(
+        "bodies at the admin listener",
+        "an operator",
+        size(admin.MAX_BODY_BYTES),
+        "413",
+        (),
+    ),
+    Reader(
+        "answers of an admin listener, read by commands",
+        "a server",
+        f"{size(adminclient.MOST_ANSWER_BYTES)}, {size(adminclient.MOST_EVENT_BYTES)} an event",
+        "one line",
+        (),
+    ),
+    Reader(
         "reports of KV caches",
         "an engine",
         f"{size(zmtp.MAX_MESSAGE_BYTES)} a message, {size(kv_events.MOST_PUBLISHER_BYTES)} that wait",
@@ -163,6 +186,13 @@ READERS = (
         f"{size(record_file.MOST_ROW)} a row of CSV, {size(files.MAX_BYTES)} a line of JSON or text",
         "one line",
         ("trace in",),
+    ),
+    Reader(
+        "keys and certificates; other files read whole; headers of weights",
+        "an operator",
+        f"{size(access.MAX_SECRET_BYTES)} and 16 MiB; {size(files.MAX_BYTES)}; 95 MiB",
+        "one line",
+        (),
     ),
     Reader(
         "event logs",
@@ -214,3 +244,38 @@ READERS = (
         ("expressions of a model",),
     ),
 )
+
+#: Modules that decode or read what others write, by the row of the table; "": text that hetlb itself wrote.
+MODULES = {
+    "bodies": "balancer/http/openai_body balancer/http/request_features",
+    "bodies that are written anew (an alias, a transfer field)": "balancer/http/transfer_fields",
+    "prompts with prefix keys": "balancer/clients/prompt_keys",
+    "forms": "balancer/http/multipart",
+    "heads of answers": "balancer/http/answer_form balancer/http/error_responses",
+    "events of a stream": "balancer/http/sse",
+    "an answer that may go on elsewhere": "options/resume/continuation options/resume/progress "
+    "options/resume/resume_fields",
+    "lists of models, versions, sleep, bootstrap pages": "served_models options/wake/doors "
+    "options/split/kv_transfers",
+    "bodies at the admin listener": "balancer/admin/changes balancer/fleet/service",
+    "answers of an admin listener, read by commands": "cli/adminclient",
+    "reports of KV caches": "options/kv_events/kv_events options/kv_events/zmtp",
+    "watch of Kubernetes": "options/kubernetes/kubernetes",
+    "files of instances, fleet files, profiles": "inputs/yaml_file balancer/config/profile_writer",
+    "files of requests": "tools/workload/input_limit tools/workload/record_file tools/workload/trace_formats "
+    "tools/loadtest/batch_files",
+    "keys and certificates; other files read whole; headers of weights": "files watched_files "
+    "balancer/clients/access balancer/clients/certificates balancer/config/fleet_parts "
+    "options/pick/pick_server "
+    "tools/models/weights_file tools/plan/throughput tools/profiler/sample_file tools/stage/auth "
+    "tools/stage/checkpoint tools/stage/text cli/stage",
+    "event logs": "cli/request_files options/event_log/eventlog tools/paths/path_scheduler",
+    "messages of peers over a hub or Valkey": "options/peers/peer_messages",
+    "replies of a Valkey or Redis server": "options/peers/redis_transport",
+    "frames of stages": "tools/stage/stage_messages",
+    "requests of Envoy": "options/pick/messages",
+    "answers under `hetlb bench`": "tools/openai/answer_events tools/openai/requests",
+    "": "balancer/admin/dashboard/pages/__init__ cli/schema options/peers/control options/peers/supervisor "
+    "options/peers/worker_service tools/loadtest/processes tools/models/config_keys "
+    "tools/plan/common/plan_tables tools/plan/common/quantities",
+}

@@ -21,8 +21,8 @@ TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
 TIMEOUT_S = 10.0
 #: Seconds without data after which the event stream, which sends once a second, is dead.
 SILENCE_S = 5.0
-_MOST_EVENT_BYTES = 16 << 20
-_MOST_ANSWER_BYTES = 64 << 20
+MOST_EVENT_BYTES = 16 << 20
+MOST_ANSWER_BYTES = 64 << 20
 _READ_BYTES = 64 << 10
 _MOST_ERROR_BYTES = 64 << 10
 
@@ -83,7 +83,7 @@ class AdminClient:
             if reply.headers.get_content_type() != "text/event-stream":
                 raise InputError(self._no_proxy("it has no event stream"))
             try:
-                while line := reply.readline(_MOST_EVENT_BYTES):
+                while line := reply.readline(MOST_EVENT_BYTES):
                     if line.startswith(b"data: "):
                         yield json.loads(line[6:])
             except (OSError, ValueError, http.client.HTTPException) as error:
@@ -132,8 +132,8 @@ def _whole(reply: http.client.HTTPResponse) -> bytes:
     body, until = bytearray(), time.monotonic() + TIMEOUT_S
     while piece := reply.read1(_READ_BYTES):
         body += piece
-        if len(body) > _MOST_ANSWER_BYTES:
-            raise OSError(f"its answer is larger than {_MOST_ANSWER_BYTES >> 20} MiB")
+        if len(body) > MOST_ANSWER_BYTES:
+            raise OSError(f"its answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         if time.monotonic() > until:
             raise TimeoutError("timed out")
     if reply.length:

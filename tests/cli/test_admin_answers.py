@@ -40,7 +40,7 @@ async def cut(writer: asyncio.StreamWriter) -> None:
 async def test_an_answer_without_end_ends_the_command(
     answer: Answer, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adminclient, "_MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(adminclient, "MOST_ANSWER_BYTES", 1 << 20)
     monkeypatch.setattr(adminclient, "TIMEOUT_S", 0.5 if answer is dripping else 60.0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ Worst cases, each generated in any size; options have more (`fuzzed.py`).
 from __future__ import annotations
 
 import contextlib
+import re
 import runpy
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from fuzz.costs import Make, Reader, framed, many
 
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.build import compiled
+from hetlb.served_models import read_model_list
 from hetlb.tools.stage.stage_messages import (
     MOST_PASSES,
     Close,
@@ -28,7 +30,14 @@ from hetlb.tools.stage.stage_messages import (
     encode,
 )
 
-READERS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "site" / "readers.py"))["READERS"]
+ROOT = Path(__file__).parents[2]
+TABLES = runpy.run_path(str(ROOT / "configs" / "site" / "readers.py"))
+READERS = TABLES["READERS"]
+#: Calls that read a file or a connection, or decode what was read.
+READS = re.compile(
+    r"json\.loads\(|(json|msgpack)\.(decode|Decoder)\(|pickle\.loads|yaml\.(compose|load)|read(line|exactly|until)\("
+    r"|(text|numbered)_lines\(|read_(text|bytes)\(|[^_]content\(path|\.recv\(|from_buffer"
+)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 FORM_HEAD = (
     b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -155,6 +164,8 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 16 << 10),
     "answers of a server": (costs.answers(), many(b'data: {"choices":[{"text":"x"}]}\n\n'), 64 << 10),
     "answers of a server without a line end": (costs.answers(), many(b"x"), 512 << 10),
+    "a list of models": (read_model_list, many(b'{"id":"m"},', b'{"data":[', b"{}]}"), 64 << 10),
+    "names in a list of models": (read_model_list, many(b"\\u001b", b'{"data":[{"id":"', b'"}]}'), 64 << 10),
     "rows of a trace in CSV": (costs.trace, many(b"1,2,3\n", ROWS), 32 << 10),
     "cells of a trace in CSV": (costs.trace, many(b"1,", ROWS), 256 << 10),
     "columns of a trace in CSV": (costs.trace, many(b"a,"), 256 << 10),
@@ -186,6 +197,19 @@ def test_every_reader_has_its_cases_and_every_case_its_reader() -> None:
     for each in READERS:
         for part in each.cases:
             assert any(part in name for name in CASES), f"{each.reads}: {part}"
+
+
+def test_every_module_that_reads_is_in_the_table() -> None:
+    rows, modules = {each.reads for each in READERS}, TABLES["MODULES"]
+    assert modules.keys() - {""} <= rows
+    known = {name for names in modules.values() for name in names.split()}
+    package = ROOT / "hetlb"
+    found = {
+        path.relative_to(package).with_suffix("").as_posix()
+        for path in package.rglob("*.py")
+        if READS.search(path.read_text())
+    }
+    assert found == known
 
 
 @pytest.mark.skipif(compiled(), reason="what is compiled makes no calls that the interpreter sees")
@@ -293,6 +317,7 @@ TURNS = 1500
 #: Calls and returns that a byte of a case may cost, and bytes that it may hold, by its name: each
 #: read, message, frame, event and line is work and an object of its own.
 UNITS = (
+    ("a list of models", 4.0, 64.0),
     ("a trace in", 30.0, 128.0),  # records are kept
     ("byte by byte", 250.0, 16.0),
     ("small reads", 25.0, 16.0),

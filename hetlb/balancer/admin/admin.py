@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.admin.dashboard.snapshot import Snapshots
     from hetlb.balancer.fleet.service import FleetService
 
-_MAX_BODY_BYTES = 64 << 10
+MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -131,7 +131,7 @@ class AdminApi:
         self._sampler: asyncio.TimerHandle | None = None
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors, self._guard])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._guard])
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),

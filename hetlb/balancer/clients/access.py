@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import ClientKeys, LimitsTable
 
 
-_MAX_SECRET_BYTES: Final = 1 << 16
+MAX_SECRET_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def read_secret(file: str | None, env: str | None, key: str, base: Path) -> byte
         key, path = f"{key}_file", base / file
         shown = repr(str(path))
         try:
-            data = content(path, _MAX_SECRET_BYTES).strip()
+            data = content(path, MAX_SECRET_BYTES).strip()
         except OSError as caught:
             raise ConfigError(f"{key}: expected a readable file, got {shown}: {caught.strerror}") from caught
     elif env is not None:

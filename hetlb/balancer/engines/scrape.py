@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hetlb.scrape")
 
 #: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
-_MAX_PAGE_BYTES: Final = 1 << 20
+MAX_PAGE_BYTES: Final = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 MAX_METRICS_BYTES = 64 << 20
 #: Seconds until an engine is asked again whose page is too large, or that has none.
@@ -106,7 +106,7 @@ async def answer_of(
     body: bytes = b"",
     *,
     feed: Callable[[bytes], None] | None = None,
-    most_bytes: int = _MAX_PAGE_BYTES,
+    most_bytes: int = MAX_PAGE_BYTES,
     held_bytes: int = 0,
 ) -> tuple[int, bytes]:
     """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
@@ -400,7 +400,7 @@ class EngineWatch:
         body: bytes = b"",
         *,
         most_s: float,
-        most_bytes: int = _MAX_PAGE_BYTES,
+        most_bytes: int = MAX_PAGE_BYTES,
         feed: Callable[[bytes], None] | None = None,
         held_bytes: int = 0,
     ) -> tuple[int, bytes]:
