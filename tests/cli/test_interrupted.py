@@ -98,8 +98,9 @@ def test_while_a_server_does_not_answer(tmp_path: Path, command: str) -> None:
         ["place", "--config", str(CONFIGS / "placements" / "llama-70b.yaml")],
         ["split", "--config", str(CONFIGS / "clusters" / "split-llama-8b.yaml"), "--simulate", "0"],
         [*SEARCH, "--num-prompts", "20"],
+        ["rent", "--config", str(CONFIGS / "markets" / "llama-8b.yaml"), "--no-cache"],
     ],
-    ids=["place", "split", "search"],
+    ids=["place", "split", "search", "rent"],
 )
 @pytest.mark.parametrize("look", [1, 4, 20, 40])
 def test_a_planner_prints_its_best_plan(
