@@ -523,3 +523,14 @@ def test_the_core_of_the_policy_is_one_screen() -> None:
         tree = ast.parse((folder / f"{name}.py").read_text())
         total += ast.unparse(_Undocumented().visit(tree)).count("\n")
     assert total <= 450
+
+
+@pytest.mark.parametrize("done", [0.1, 0.5, 0.9])
+def test_a_prompt_waits_for_what_is_left_of_the_one_that_is_read(done: float) -> None:
+    scheduler = make_scheduler([spec("a", capacity=capacity(64))], "hetlb")
+    [instance] = scheduler.instances
+    latency = instance.latency
+    scheduler.on_arrival(request(1, prompt=1500, streamed=True), 0.0)
+    whole_s, own_s = latency.prefill_s(1500.0), latency.prefill_s(200.0)
+    second = dispatched(scheduler.on_arrival(request(2, prompt=200), done * whole_s))
+    assert second.forecast_first_s == pytest.approx((1.0 - done) * whole_s + own_s, abs=0.01)

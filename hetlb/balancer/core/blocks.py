@@ -109,7 +109,7 @@ class Block:
             if seen.unread + seen.unread > ITERATIONS * load.budget:
                 self.crowded = True
         self.joining_s = min(self.joining_s, seen.joining_s)
-        self.unread_s = min(self.unread_s, load.prompt_token_s * seen.unread)
+        self.unread_s = min(self.unread_s, load.prompt_token_s * seen.behind)
         self.pass_s = min(self.pass_s, load.pass_s)
         self.prompt_token_s = min(self.prompt_token_s, load.prompt_token_s)
         step_s = load.next_step_s + load.next_token_s * seen.context

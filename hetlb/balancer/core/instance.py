@@ -109,13 +109,13 @@ class Instance:
         "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored", "far_s",
         "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens",
         "in_flight", "incarnation", "incoming", "kind", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
-        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "latency", "leads_back", "leases", "leaves_at",
-        "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "pending_prompt_tokens",
-        "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "refused_at", "removed",
-        "sample", "sample_at", "sample_mark", "sequences", "served", "sleep", "sleep_at", "slot_times",
-        "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s", "slots_step", "spec", "speed",
-        "stated_sequences", "steps", "token_budget", "tree", "twin", "unhealthy", "unread_sequences",
-        "waiting_seen", "work_ns",
+        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "late_tokens", "latency", "leads_back", "leases",
+        "leaves_at", "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless",
+        "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks",
+        "reading_since", "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences",
+        "served", "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at",
+        "slots_pause_s", "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree",
+        "twin", "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -173,6 +173,9 @@ class Instance:
         #: Prompts and predicted answers of all sequences, prompts alone, and prompt tokens yet to be
         #: computed.
         self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
+        #: Since when its engine computes prompts that are not read, as far as its answers show, and tokens of
+        #: prompts that came later and wait for that.
+        self.reading_since, self.late_tokens = now, 0
         #: Sequences of requests with targets, and of streams without a token yet.
         self.stated_sequences = self.unread_sequences = 0
         #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
@@ -444,6 +447,10 @@ class Instance:
         self.touched()
         if now > speed.last:
             self.elapsed(now)
+        if self.pending_prompt_tokens:
+            self.late_tokens += lease.unread_tokens
+        else:
+            self.reading_since, self.late_tokens = now, 0
         if not self.unread_sequences and not speed.begun:
             self.prompts_alone = math.inf if self.sequences else now, speed.prompt_tokens
         self.leases[lease.key] = lease
@@ -543,6 +550,7 @@ class Instance:
             self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
             self.pending_prompt_tokens -= lease.unread_tokens
             lease.unread_tokens = 0
+            self.reading_since, self.late_tokens = now, 0  # an iteration has ended
         if self.ranks is not None:
             self.ranks.begun(lease)
         self.touched()
@@ -567,6 +575,7 @@ class Instance:
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
             self.pending_prompt_tokens -= lease.unread_tokens
+            self.late_tokens = min(self.late_tokens, self.pending_prompt_tokens)
             if lease.request.streamed:
                 self.unread_sequences -= lease.request.sequences
         reading = self._reading

@@ -260,6 +260,13 @@ class LatencyModel(PickleByFields):
         longest = new if new < last else last
         return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
 
+    def reading_s(
+        self, tokens: float, prompts: float, batch: float, kv_tokens: float, budget: float
+    ) -> float:
+        """Return the seconds to prefill `tokens` of about `prompts` prompts beside `batch` that decode."""
+        each = tokens / prompts if prompts > 1.0 else tokens
+        return self.first_token_s(each, 0.0, tokens - each, max(0.0, batch), kv_tokens, budget)
+
     def answer_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """Return the seconds to decode `output_tokens` behind a prompt, beside nothing."""
         return output_tokens * self.step_s(1.0, prompt_tokens + (output_tokens + 1.0) / 2.0)

@@ -68,14 +68,17 @@ class Occupancy:
     All engines together: `running` sequences; `kv_tokens` expected in use, and `kv_excess` more while
     `sample_at` is recent; `kv_utilization`, the promised share of the cache. `empty`: no sequence runs and no
     token is booked. Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the
-    prompt tokens that are computed before a new prompt. A step takes `now_s`. The iteration that computes a
-    new prompt begins in `joining_s`. `incoming` prompts are still at other instances, the oldest since
-    `oldest_at`. `prefilling`: prompt tokens that were computed recently. `troubled`: see `Evidence`.
+    prompt tokens that are not computed. A step takes `now_s`. The iteration that computes a new prompt begins
+    in `joining_s`, after the rest of `reading_s`: what it has computed since `reading_since` takes so long.
+    `behind` tokens of prompts came later and are computed before a new one. `incoming` prompts are still at
+    other instances, the oldest since `oldest_at`. `prefilling`: prompt tokens that were computed recently.
+    `troubled`: see `Evidence`.
     """
 
     __slots__ = (
-        "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
-        "load", "now_s", "oldest_at", "prefilling", "running", "sample_at", "troubled", "unread",
+        "behind", "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
+        "load", "now_s", "oldest_at", "prefilling", "reading_s", "reading_since", "running", "sample_at",
+        "troubled", "unread",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -91,11 +94,26 @@ class Occupancy:
         unread = float(instance.pending_prompt_tokens) / load.engines
         self.now_s = now_s = load.step_s + load.token_s * context if load.batch > 0.0 else 0.0
         joining_s = load.latency.joining_s(now_s, load.asynchronous)
+        behind, self.reading_s, self.reading_since = unread, 0.0, instance.reading_since
         if unread > 0.0:
             part = load.budget - load.batch if load.budget - load.batch >= 1.0 else 1.0
             unread -= _DONE_SHARE * (unread if unread < part else part)
-            joining_s -= _DONE_SHARE * now_s  # two thirds of the time it is no decode step that is half done
-        self.unread = unread
+            if load.engines > 1.0:
+                behind = unread  # of several engines it is not known which computes what
+                # Two thirds of the time it is no decode step that is half done.
+                joining_s -= _DONE_SHARE * now_s
+            else:
+                behind = float(instance.late_tokens)
+                joining_s -= now_s / 2.0
+                unread_sequences = float(instance.unread_sequences)
+                self.reading_s = load.latency.reading_s(
+                    instance.pending_prompt_tokens - behind,
+                    unread_sequences,
+                    load.batch - unread_sequences,
+                    context,
+                    load.budget,
+                )
+        self.unread, self.behind = unread, behind
         self.joining_s = joining_s
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
         sample_at = instance.sample_at
@@ -108,6 +126,19 @@ class Occupancy:
         self.oldest_at = 0.0
         if instance.incoming:
             self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until the prompts that are computed now have been read.
+
+        What is late by some time is taken to need as much again.
+        """
+        whole_s = self.reading_s
+        if whole_s <= 0.0:
+            return 0.0
+        left_s = whole_s - (now - self.reading_since)
+        if left_s >= 0.0:
+            return left_s
+        return -left_s if -left_s < whole_s else whole_s
 
     def ending(self, answer_s: float, now: float) -> float:
         """Return the number of answers that end before a prompt from another instance arrives here.

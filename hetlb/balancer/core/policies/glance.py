@@ -155,7 +155,7 @@ class Glance:
         for position in block.others:
             seen = block.seen[position]
             load = seen.load
-            reading_s = load.prompt_token_s * (seen.unread + new)
+            reading_s = load.prompt_token_s * (seen.behind + new)
             first_s = seen.joining_s + (reading_s if reading_s > load.pass_s else load.pass_s)
             with_s = load.next_step_s + load.next_token_s * (seen.context + tokens)
             step_s = weights[1] * with_s + weights[2] * load.batch * (with_s - seen.now_s)

@@ -174,7 +174,7 @@ class Evaluation:
         both, own, others = self.weights[0] + self.weights[1], self.weights[1], self.weights[2]
         for each in self.sights:
             seen, load, new = each.seen, each.load, ctx.prompt - each.cached
-            unread = seen.unread + (new if new > 1.0 else 1.0)
+            unread = seen.behind + (new if new > 1.0 else 1.0)
             bound = both * (seen.joining_s + load.prompt_token_s * unread)
             bound += output * (own * each.with_s + others * load.batch * (each.with_s - seen.now_s))
             if bound <= least:

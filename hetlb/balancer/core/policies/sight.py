@@ -209,7 +209,7 @@ class Sight:
         seen, load, cost, request, cached = self.seen, self.load, self.cost, ctx.request, self.cached
         sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
-        latency, pending = load.latency, seen.unread
+        latency, pending = load.latency, seen.behind
         own, prompts, with_s = 1.0, 1.0, self.with_s
         if sequences > load.engines:
             own = prompts = load.own_batch(sequences)
@@ -222,7 +222,7 @@ class Sight:
         lately = seen.prefilling.per_s(ctx.now) / (load.engines * max(1.0, ctx.mean_prefill))
         self.prompts_per_s = lately
         prefill_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, prompts)
-        self.first_token_s = first_s = seen.joining_s + prefill_s
+        self.first_token_s = first_s = seen.joining_s + seen.left_s(ctx.now) + prefill_s
         delay_s = cost.delay_s + cost.delay_rise_s * (batch + own - 1.0)
         share = lately * delay_s if delay_s > 0.0 else 0.0
         self.step_s = step_s = with_s / (1.0 - (share if share < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE))
