@@ -373,7 +373,7 @@ def _run(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=examples(25), stateful_step_count=40,
+            max_examples=examples(15), stateful_step_count=40,
         ),
     )  # fmt: skip
 
