@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "rent/claims.py": _HELP,
     "rent/run.py": ("random", "--smoke"),
+    "scale/at_rest.py": ("--instances", "2", "--batches", "1"),
     "scale/costs.py": _HELP,
     "scale/decide.py": _HELP,
     "scale/demo.py": ("--smoke",),
