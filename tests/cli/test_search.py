@@ -270,7 +270,7 @@ def test_pipelines_where_gpus_would_be_left_over(
     ("flags", "message"),
     [
         (("--goodput", "ttft:1000"), "--goodput: expected --request-rate with it"),
-        (("--request-rate", "inf"), "--request-rate: expected a number above 0, got inf"),
+        (("--request-rate", "inf"), "--request-rate: expected a number above 0, at most 1e+15, got inf"),
         (("--request-rate", "2", "--goodput", "ttft:fast"), "--goodput: expected NAME:MILLISECONDS"),
         (("--request-rate", "2", "--goodput", "e2el:9"), "--goodput: expected ttft, tpot or both, got e2el"),
         (("--pipeline-parallel", "9"), "--pipeline-parallel: expected a whole number from 1 to 8, got 9"),
