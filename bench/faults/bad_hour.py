@@ -971,10 +971,38 @@ def _others(bench: Bench) -> dict[str, Callable[[random.Random, Server, int], by
         """It answers 409, 418, 425 or 508, statuses without a meaning here, four of ten times."""
         return _error(rng.choice((409, 418, 425, 508))) if rng.random() < 0.4 else None
 
+    def closed_for_hours(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """It is to be asked again after ten hours."""
+        return _plain(503, b'{"error":{"message":"no"}}', b"retry-after: 36000\r\n")
+
+    def rate_limit(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Four of ten get 429 with the headers of a rate limit that is used up."""
+        more = b"x-ratelimit-remaining-requests: 0\r\nx-ratelimit-reset-requests: 30s\r\n"
+        return _plain(429, b'{"error":{"message":"slow down"}}', more) if rng.random() < 0.4 else None
+
+    def wrong_length(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Its Content-Length is too small by half: more bytes follow a whole answer."""
+        body = _whole("word " * TOKENS) if plain else ROLE + b"".join(map(_event, words)) + DONE
+        kind = b"application/json" if plain else b"text/event-stream"
+        head = b"HTTP/1.1 200 X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+        return head % (kind, len(body) // 2) + body
+
+    def trickles(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """One byte of its answer comes each second."""
+        each_s = PAUSE * int(1.0 / server.pace_s)
+        whole = _plain(200, _whole("word " * TOKENS)) if plain else _whole_stream(words, b"")
+        head, _, body = whole.partition(b"\r\n\r\n")
+        return head + b"\r\n\r\n" + each_s.join([body[i : i + 1] for i in range(60)])
+
+    def error_in_200(rng: random.Random, server: Server, number: int) -> bytes | None:
+        """Four of ten answers are a 200 whose JSON is an error."""
+        return _plain(200, b'{"error":{"message":"CUDA error","code":500}}') if rng.random() < 0.4 else None
+
     return {
         "freezes": freezes, "closes-reused": reused, "counts-a-billion": usage, "fails-late": late,
         "blips": blips, "loops": loops, "begins-anew": begins_anew, "stops-early": short,
-        "odd-statuses": conflicts,
+        "odd-statuses": conflicts, "closed-for-hours": closed_for_hours, "rate-limit": rate_limit,
+        "wrong-length": wrong_length, "trickles": trickles, "error-in-200": error_in_200,
     }  # fmt: skip
 
 

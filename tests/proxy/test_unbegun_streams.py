@@ -140,3 +140,22 @@ async def test_the_first_tokens_of_a_trial_are_kept_until_there_are_some(
         assert (b'"error"' in answer.body) is (fails and not trial)
         assert answer.body.count(TOKEN) == (21 if not fails else (2 if trial else 1))
         assert len(two.visits) == (fails and trial)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize(
+    "body",
+    [b'{"error":{"message":"CUDA error","code":500}}', b'{"detail":"Not Found"}', b"<html>Welcome</html>"],
+)
+async def test_a_200_without_an_answer_is_answered_by_another(
+    start: Start, body: bytes, streamed: bool
+) -> None:
+    whole = plain(b'{"choices":[{"index":0,"text":"one two","finish_reason":"stop"}]}')
+    asked = ASK_STREAM if streamed else ASK_STREAM.replace(b"true", b"false")
+    async with Upstream(plain(body)) as bad, Upstream(STREAM if streamed else whole) as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post(asked))
+        assert (answer.status, answer.headers["x-hetlb-instance"]) == (200, "i1")
+        assert body not in answer.body
+        assert (len(bad.visits), len(good.visits)) == (1, 1)
+    assert proxy.ended == [("ok", "answer", 200)]

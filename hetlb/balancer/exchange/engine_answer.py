@@ -50,10 +50,10 @@ class EngineAnswer:
         head = self.head
         if head.status != 200 or not head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
             return False
-        return self._is_legible
+        return self.is_legible
 
     @property
-    def _is_legible(self) -> bool:
+    def is_legible(self) -> bool:
         """True if its body is not compressed."""
         if self.head.fields.get(b"content-encoding") is None:
             return True
@@ -146,7 +146,7 @@ class EngineAnswer:
                 is_answer(self.tail, self._tokens is not None) if stream is None else stream.says_tokens
             ):
                 return ends.ANSWERED
-            return ends.NO_ANSWER if self._is_legible else ends.ANSWERED
+            return ends.NO_ANSWER if self.is_legible else ends.ANSWERED
         if status == 429 or (status == 503 and self.busy_s is not None):
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
@@ -173,7 +173,7 @@ class EngineAnswer:
                 stream.finish,
                 may_be_short,
             )
-        if len(self.tail) >= TAIL_BYTES or not self._is_legible:
+        if len(self.tail) >= TAIL_BYTES or not self.is_legible:
             return GOOD
         if request.streamed and not self.head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
             return ODD

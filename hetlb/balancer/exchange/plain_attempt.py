@@ -41,6 +41,8 @@ _CHAT: Final = Kind.CHAT
 #: Events of a trial's stream that are kept until all of them are there, and most bytes of them.
 _TRIAL_EVENTS: Final = 8
 _TRIAL_BYTES: Final = 16 << 10
+#: Field of every answer to a chat or a completion.
+_CHOICES: Final = b'"choices"'
 #: Paths of which vLLM reads the engine that is chosen, from this version on (`engines/scrape.py`).
 _WITH_RANK: Final = ("/v1/chat/completions", "/v1/completions")
 _RANK: Final = b"x-data-parallel-rank"
@@ -310,7 +312,7 @@ class Plain(Attempt):
         now = exchange.now()  # a whole answer begins and ends in the same read
         if exchange.phase is not _STREAMING:
             payload = answer.kept + payload
-            if _failed_at_once(self, answer, payload):
+            if _failed_at_once(self, answer, payload) or _is_none(self, answer, payload):
                 return
             first = self._first_bytes(answer, payload, now, whole=True)
             if first is None:
@@ -559,6 +561,16 @@ def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> boo
     if not begun.failed or (begun.events and attempt.handling.reruns and not begun.refused):
         return False  # tokens that another one goes on behind are an answer that has begun
     _turned_away(attempt, 400 if begun.refused else 500, None)
+    return attempt.exchange.attempt is not attempt
+
+
+def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
+    """Return True if a whole body is no answer, as an error's, and another instance got the request."""
+    if answer.stream is not None or body.find(_CHOICES) >= 0 or attempt.lease.request.path not in PATHS:
+        return False
+    if answer.refuses or attempt.handling.keeps or attempt.response.state is STARTED or not answer.is_legible:
+        return False
+    _turned_away(attempt, 500, None)
     return attempt.exchange.attempt is not attempt
 
 
