@@ -53,7 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "faults/notices.py": ("--requests", "10"),
     "faults/real_stop.py": _HELP,
     "faults/run.py": ("terminate", "--help"),
-    "faults/soak.py": ("--minutes", "0.1"),
+    "faults/soak.py": ("--minutes", "0.1", "--warm-up", "500"),
     "faults/streams.py": ("--minutes", "0.1", "--streams", "20"),
     "head_to_head/run.py": _HELP,
     "mutation/run.py": _HELP,
