@@ -547,7 +547,7 @@ async def test_a_foreign_server_is_named(tmp_path: Path, name: str) -> None:
             "with --metrics",
         ),
         (replace(GOOD, server="llama.cpp", down=503), "address of s1", "until it has loaded its model"),
-        (replace(GOOD, health=403), "address of s1", "let /health pass"),
+        (replace(GOOD, health=403), "address of s1", "let that path through"),
         (replace(GOOD, down=302), "address of s1", "without a path"),
     ],
     ids=["llama.cpp without figures", "a model that loads", "a gateway", "a page to log in"],
