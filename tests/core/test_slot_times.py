@@ -106,6 +106,16 @@ def test_a_burst_shows_the_slots_and_spoils_nothing(slots: int) -> None:
     assert found[False][1] <= 1.1 * found[True][1]
 
 
+def test_answers_one_after_the_other_show_no_slots() -> None:
+    server = Server(1, stated=False)
+    for _ in range(11):
+        server.arrive(60)
+        server.run(server.now + 10.0)
+    for _ in range(40):
+        server.arrive(60)
+    assert server.scheduler.instances[0].sequences <= 6
+
+
 def test_an_engine_with_room_for_all_is_not_held_back() -> None:
     rng, server = random.Random(3), Server(256, stated=False)
     for _ in range(400):

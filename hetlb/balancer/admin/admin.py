@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
 MAX_BODY_BYTES = 64 << 10
+#: Instances of which the causes are looked for at each sample of the series; of more, at every second one.
+_AT_A_SAMPLE = 512
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -129,6 +131,7 @@ class AdminApi:
         self._alone = alone
         self._page = MetricsPage(control)
         self._sampler: asyncio.TimerHandle | None = None
+        self._samples = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._guard])
@@ -172,9 +175,9 @@ class AdminApi:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
         now = self.control.now()
         self.control.driver.counted.recent.sample(self.control.scheduler, now)
-        if not self.control.tells:
+        control, self._samples = self.control, self._samples + 1
+        if not control.tells or self._samples % (1 + len(control.scheduler.fleet.instances) // _AT_A_SAMPLE):
             return
-        control = self.control
         causes = lasting(control.scheduler, control.recent, now, control.reload_refused)
         if causes or "_cause_log" in vars(self):
             self._cause_log.look(causes, now)

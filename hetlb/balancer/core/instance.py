@@ -53,6 +53,8 @@ _KEPT_LOADS: Final = 1024
 #: 1.38, 1.14, 1.15, 1.14 with 2, 3, 4, 8; E2E 1.18, 1.11, 1.12, 1.20).
 _UNEXPLORED_SEQUENCES: Final = 3
 _UNEXPLORED_S: Final = 10.0
+#: Multiple of its forecast after which a first answer may have waited for a slot.
+_LATE_ANSWER: Final = 1.5
 #: Least seconds of a decode step.
 LEAST_STEP_S: Final = 1e-5
 
@@ -532,7 +534,7 @@ class Instance:
             self.elapsed(now)
         self._read(lease, now)
         if not self.explored:
-            self._first_tokens += lease.request.sequences
+            self._first_tokens = self._explored_by(lease, now)
             self.explored = self.explored_sequences(now) >= self.max_num_seqs
         lease.first_token_at = now
         lease.first_mark = speed.mark()
@@ -542,6 +544,19 @@ class Instance:
             self.steps.most = self.steps.sequences
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
+
+    def _explored_by(self, lease: Lease, now: float) -> int:
+        """Return the first tokens so far. Of an engine without figures none counts that came late.
+
+        Nor do more of them count than sequences ran at once: they say nothing of more slots.
+        """
+        tokens = self._first_tokens + lease.request.sequences
+        if self.sample_at is not None or self.capacity.max_num_seqs is not None:
+            return tokens
+        expected_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
+        if now - lease.dispatched_at > _LATE_ANSWER * expected_s:
+            return self._first_tokens
+        return max(self._first_tokens, min(tokens, lease.ahead))
 
     def _read(self, lease: Lease, now: float) -> None:
         """Note once that its prompts have been read."""
