@@ -450,7 +450,8 @@ class Instance:
         if now > speed.last:
             self.elapsed(now)
         if self.pending_prompt_tokens:
-            self.late_tokens += lease.unread_tokens
+            if self.unread_sequences + len(self._reading) >= self.engines:  # no engine reads nothing
+                self.late_tokens += lease.unread_tokens
         else:
             self.reading_since, self.late_tokens = now, 0
         if not self.unread_sequences and not speed.begun:

@@ -98,21 +98,13 @@ class Occupancy:
         if unread > 0.0:
             part = load.budget - load.batch if load.budget - load.batch >= 1.0 else 1.0
             unread -= _DONE_SHARE * (unread if unread < part else part)
-            if load.engines > 1.0:
-                behind = unread  # of several engines it is not known which computes what
-                # Two thirds of the time it is no decode step that is half done.
-                joining_s -= _DONE_SHARE * now_s
-            else:
-                behind = float(instance.late_tokens)
-                joining_s -= now_s / 2.0
-                unread_sequences = float(instance.unread_sequences)
-                self.reading_s = load.latency.reading_s(
-                    instance.pending_prompt_tokens - behind,
-                    unread_sequences,
-                    load.batch - unread_sequences,
-                    context,
-                    load.budget,
-                )
+            behind = instance.late_tokens / load.engines
+            joining_s -= now_s / 2.0
+            sequences = instance.unread_sequences / load.engines
+            reading = instance.pending_prompt_tokens / load.engines - behind
+            self.reading_s = load.latency.reading_s(
+                reading, sequences, load.batch - sequences, context, load.budget
+            )
         self.unread, self.behind = unread, behind
         self.joining_s = joining_s
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
