@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 from helpers import make_scheduler, spec
 
-from hetlb.balancer.core.blocks import LEAST_FLEET, Block
+from hetlb.balancer.core.blocks import Block
+from hetlb.balancer.core.demand import LEAST_FLEET
 from hetlb.balancer.core.policies.hetlb import Evaluation, Hetlb
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request

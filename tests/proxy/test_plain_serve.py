@@ -56,8 +56,8 @@ SELDOM = {
 }
 #: Lines of all modules that a plain `serve` may import, with the view that a process joins that takes this
 #: one's place, the places of kept responses, an engine's history, the places of lines on its last page, round
-#: trips to engines, trials of slow ones, and choices over blocks of a large fleet.
-MOST_LINES = 27_800
+#: trips to engines, and trials of slow ones.
+MOST_LINES = 27_500
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.occupancy import Occupancy
+from hetlb.balancer.core.occupancy import ITERATIONS, Occupancy
 from hetlb.balancer.core.rate import MEMORY_S
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance import Instance
 
-#: Instances of a block, and of the smallest fleet that is divided.
+#: Instances of a block.
 SIZE: Final = 32
-LEAST_FLEET: Final = 64
 #: Logarithm of a rate in tokens/s below which prompts may count less than the rounding of a score.
 _NEGLIGIBLE: Final = math.log(1e-4)
 #: Difference of two such logarithms that a score shows.
 _SHOWN: Final = 1e-6
-#: Iterations of unread prompts that an engine has ahead (`ordinary.py`: 8 equal at once TTFT 1.67 x with 4,
-#: 1.42 x with 16; other overload 1.17, 1.13 x; the worst agents 0.67, 0.94 x).
-ITERATIONS: Final = 16.0
 
 
 @mypyc_attr(acyclic=True)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.blocks import LEAST_FLEET, Blocks
 from hetlb.balancer.core.instance import EngineKind, Instance
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
@@ -18,6 +17,7 @@ from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
 
 if TYPE_CHECKING:
+    from hetlb.balancer.core.blocks import Blocks
     from hetlb.balancer.core.protected import Protected
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
@@ -45,6 +45,8 @@ _CHANGE_SHARE: Final = 0.02
 #: Most kinds, and sequences of instances, with kept costs.
 _MOST_KINDS: Final = 4096
 _MOST_FLEETS: Final = 128
+#: Instances of the smallest fleet that is divided into blocks.
+LEAST_FLEET: Final = 64
 
 
 class Costs:
@@ -102,6 +104,8 @@ class FleetCosts:
         self.order = order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
         self.blocks: Blocks | None = None
         if len(order) >= LEAST_FLEET:
+            from hetlb.balancer.core.blocks import Blocks
+
             self.blocks = Blocks([self.members[i] for i in order])
 
 

@@ -7,7 +7,6 @@ looked at. The choice is the same as if each was rated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -37,25 +36,6 @@ def may_glance(ctx: SchedulingContext) -> bool:
         and ctx.demand.goes_on(ctx.now)
         and (held is None or len(held.tokens) <= _MOST_HELD)
     )
-
-
-def tried_of(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sight) -> Sight:
-    """Return one of the instances that is worth a try, else the found one."""
-    fastest, untried = math.inf, []
-    for each in sights:
-        instance = each.instance
-        if instance.spec.latency is not None:
-            continue
-        if instance.speed.seen:
-            fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
-        elif not instance.in_flight and each.state == ROOM:
-            untried.append(each)
-
-    def look(i: int) -> Sight:
-        rate(untried[i])
-        return untried[i]
-
-    return worth_a_try(fastest, [each.instance for each in untried], look, found)
 
 
 @mypyc_attr(acyclic=True)

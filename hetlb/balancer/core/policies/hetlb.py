@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -27,17 +27,20 @@ from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
 from hetlb.balancer.core.policies.candidates import candidate_of
-from hetlb.balancer.core.policies.glance import Glance, may_glance, tried_of
 from hetlb.balancer.core.policies.rules import (
     end_burst,
     keep_together,
     leave_unread,
     most_cached,
     precedes,
+    tried_of,
 )
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
 from hetlb.balancer.core.types import Candidate
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.policies.glance import Glance
 
 #: Least share of the faster instances' speed left for waiting requests, at any arrival rate
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
@@ -62,12 +65,15 @@ class Evaluation:
         self._sights: list[Sight] = []
         #: The choice without a look at each instance, None if each was looked at.
         self.glance: Glance | None = None
-        if hold and self.fleet.blocks is not None and may_glance(ctx):
-            self.weights = weights_of(ctx, stated)
-            glance = Glance(ctx, self.fleet, self.weights)
-            if glance.found is not None:
-                self.glance = glance
-                return
+        if hold and self.fleet.blocks is not None:
+            from hetlb.balancer.core.policies.glance import Glance, may_glance
+
+            if may_glance(ctx):
+                self.weights = weights_of(ctx, stated)
+                glance = Glance(ctx, self.fleet, self.weights)
+                if glance.found is not None:
+                    self.glance = glance
+                    return
         self._decide(stated, hold)
 
     @property

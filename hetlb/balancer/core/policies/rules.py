@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from hetlb.balancer.core.blocks import ITERATIONS
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.occupancy import ITERATIONS
 from hetlb.balancer.core.policies.sight import HELD, ROOM, UNREAD, SchedulingContext, Sight
 
 # --- prompts that begin alike: one that would be read again waits for the full instance that holds it ---
@@ -120,3 +120,22 @@ def worth_a_try(
                 if not instance.booked:
                     break
     return chosen
+
+
+def tried_of(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sight) -> Sight:
+    """Return one of the instances that is worth a try, else the found one."""
+    fastest, untried = math.inf, []
+    for each in sights:
+        instance = each.instance
+        if instance.spec.latency is not None:
+            continue
+        if instance.speed.seen:
+            fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
+        elif not instance.in_flight and each.state == ROOM:
+            untried.append(each)
+
+    def look(i: int) -> Sight:
+        rate(untried[i])
+        return untried[i]
+
+    return worth_a_try(fastest, [each.instance for each in untried], look, found)
