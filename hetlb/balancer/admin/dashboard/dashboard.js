@@ -657,18 +657,25 @@ function unusual(each, middle) {
   return "";
 }
 
+/** Servers, or reasons, that are named in a sentence. */
+const MOST_NAMED = 5;
+
 /** What was usual in a sentence, and what was not in the table alone where that is wanted. */
 function grouped(last) {
   const took = last.map((each) => each.took_s).filter((value) => value !== null).sort((a, b) => a - b);
   const middle = took[Math.floor(took.length / 2)] ?? 0;
   const reasons = new Map(last.map((each) => [each.lease, unusual(each, middle)]));
-  const tally = (values) => Array.from(values.reduce((all, value) => all.set(value, (all.get(value) ?? 0) + 1), new Map()),
-    ([value, number]) => `${count(number)} ${value}`).join(", ");
+  const tally = (values, others) => {
+    const numbers = values.reduce((all, value) => all.set(value, (all.get(value) ?? 0) + 1), new Map());
+    const all = Array.from(numbers).sort((a, b) => b[1] - a[1]);
+    const more = all.splice(MOST_NAMED).reduce((sum, each) => sum + each[1], 0);
+    return [...all, ...(more ? [[others, more]] : [])].map(([value, number]) => `${count(number)} ${value}`).join(", ");
+  };
   const usual = last.filter((each) => !reasons.get(each.lease));
   const rest = Array.from(reasons.values()).filter(Boolean);
   say(byId("usual"), last.length ? `Of the last ${last.length}: ${usual.length} normal`
-    + `${usual.length ? ` (${tally(usual.map((each) => `to ${each.chosen}`))})` : ""}, `
-    + `${rest.length ? `${rest.length} unusual: ${tally(rest)}.` : "none unusual."}` : "");
+    + `${usual.length ? ` (${tally(usual.map((each) => `to ${each.chosen}`), "to others")})` : ""}, `
+    + `${rest.length ? `${rest.length} unusual: ${tally(rest, "others")}.` : "none unusual."}` : "");
   const only = byId("unusual").checked;
   for (const [lease, row] of decisionRows) {
     const reason = reasons.get(lease);
