@@ -162,7 +162,7 @@ async def test_killed_under_sixty_streams_and_back(
         async def not_streaming() -> bool:
             return sum(each.instance == FAST and each.first_at is not None for each in streams) < STREAMS // 2
 
-        await real.until(not_streaming, f"half of the streams from {FAST}", 60)
+        await real.until(not_streaming, f"half of the streams from {FAST}", 300)
         tasks += [
             asyncio.create_task(stream(http, proxy.url, 1000 + number, 16, late)) for number in range(LATE)
         ]
