@@ -109,7 +109,7 @@ def documents(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def figures(block: Block) -> list[object]:
-    return [getattr(block, name) for name in sorted(Block.__slots__)]
+    return [getattr(block, name) for name in dir(block) if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("seed", range(12))
