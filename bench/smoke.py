@@ -44,6 +44,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "workers_balance.py": ("--workers", "2", "--rounds", "1", "--num-prompts", "20", "--out", "OUT"),
     "workers_cost.py": ("--rounds", "1"),
     "engines/mixed.py": _HELP,
+    "engines/without_figures.py": ("--seeds", "1"),
     "faults/bad_hour.py": _HELP,
     "faults/accounts.py": ("full",),
     "faults/compared.py": ("--only", "hetlb"),

@@ -10,7 +10,8 @@ import yaml
 
 import hetlb
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.fleet.service import _FIXED, READINESS_LAG_S
+from hetlb.balancer.fleet.reloading import _FIXED
+from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
 
 helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")

@@ -217,7 +217,9 @@ SERVERS = {
         replace(GOOD, several=True), "direct way", "two processes", "itself"
     ),
     "ill": Planted(replace(GOOD, health=503), "address", "/health answers 503", "has loaded", "dead"),
-    "gated": Planted(replace(GOOD, health=403), "address", "/health answers 403", "let /health pass", "dead"),
+    "gated": Planted(
+        replace(GOOD, health=403), "address", "/health answers 403", "let that path through", "dead"
+    ),
     "a loading gateway": Planted(replace(GOOD, down=503), "address", "/health answers 503", "loaded", "dead"),
     "a log-in": Planted(replace(GOOD, down=302), "address", "no engine", "without a path", "dead"),
     "asleep": Planted(
