@@ -13,9 +13,10 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.blocks import Block
 from hetlb.balancer.core.demand import FleetCosts
-from hetlb.balancer.core.policies.rules import precedes, worth_a_try
+from hetlb.balancer.core.policies.rules import precedes
 from hetlb.balancer.core.policies.score_terms import Weights, set_score
 from hetlb.balancer.core.policies.sight import RESTRAINED, ROOM, SPREAD_SHARE, SchedulingContext, Sight
+from hetlb.balancer.core.policies.tries import worth_a_try
 
 #: Share of a bound that is no error of rounding.
 _SURE: Final = 1.0 - 1e-9

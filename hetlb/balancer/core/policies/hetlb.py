@@ -10,8 +10,8 @@
 4. Pick: the least score among instances with room; of equals the one that showed more speed.
 
 This file has these four. A feature is a step of its own that is asked if the fleet uses it: `restraints`
-(doubt), `room_for_targets`, `rules` (conversations, the end of a burst, no profile), LoRA adapters in
-`score_terms`. Scoring reads and changes nothing.
+(doubt), `room_for_targets`, `rules` (conversations, the end of a burst), `tries` (no profile), LoRA adapters
+in `score_terms`. Scoring reads and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hetlb.balancer.core.policies.rules import (
     leave_unread,
     most_cached,
     precedes,
-    tried_of,
 )
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
+from hetlb.balancer.core.policies.tries import tried_of
 from hetlb.balancer.core.types import Candidate
 
 if TYPE_CHECKING:
