@@ -43,7 +43,7 @@ MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
 #: Most kinds, and sequences of instances, with kept costs.
-_MOST_KINDS: Final = 4096
+_MOST_KINDS: Final = 1024
 _MOST_FLEETS: Final = 128
 #: Instances of the smallest fleet that is divided into blocks.
 LEAST_FLEET: Final = 64

@@ -45,6 +45,8 @@ DEFAULT_TOKEN_BUDGET: Final = 2048
 MAX_WORKLOAD_S: Final = 1e9
 #: Most instances listed as touched.
 _MOST_TOUCHED: Final = 4096
+#: Most kinds of instances that are known again: each change of a learnt speed makes another.
+_MOST_KINDS: Final = 64
 #: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
 #: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
@@ -74,7 +76,7 @@ class ChangeCounter:
         """Return the kind of the instances with these parameters."""
         found = self._kinds.get(parameters)
         if found is None:
-            if len(self._kinds) >= _MOST_TOUCHED:
+            if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
             found = self._kinds[parameters] = EngineKind(parameters)
         return found
