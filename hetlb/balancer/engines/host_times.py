@@ -54,7 +54,7 @@ class _DisturbedError(Exception):
 
 
 class HostTimes:
-    """Measurements of host times; `change` puts them in force."""
+    """Measurements of host times and of slow instances; `change` puts host times in force."""
 
     def __init__(
         self, watch: EngineWatch, change: Callable[[InstanceChange], None], fleet: FleetState
@@ -108,6 +108,8 @@ class HostTimes:
             self._running.discard(instance.name)
         pause_s = 0.0 if instance.speed.well else min(_MOST_PAUSE_S, 2.0 * max(pause_s, _LOOK_S))
         self._trials[key] = now() + max(again_s, pause_s), pause_s
+        live = {each.incarnation for each in self._fleet.instances.values()}
+        self._trials = {number: trial for number, trial in self._trials.items() if number in live}
 
     async def _measure(self, instance: Instance) -> None:
         """Measure the host time of an instance, write it into its profile where allowed, and log it."""
