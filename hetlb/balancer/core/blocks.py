@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.occupancy import ITERATIONS, Occupancy
+from hetlb.balancer.core.occupancy import UNREAD_ITERATIONS, Occupancy
 from hetlb.balancer.core.rate import MEMORY_S
 
 if TYPE_CHECKING:
@@ -65,13 +65,9 @@ class Block:
             until = instance.changes_at
             if until < self.until:
                 self.until = until
-            if instance.spec.latency is None:
-                speed = instance.speed
-                if not speed.seen:
-                    if not instance.in_flight:
-                        self.untried.append(position)
-                elif speed.shown < self.fastest:
-                    self.fastest = speed.shown
+            if instance.untried:
+                self.untried.append(position)
+            self.fastest = min(self.fastest, instance.shown_factor)
             if (
                 seen.empty
                 and seen.unread <= 0.0
@@ -102,7 +98,7 @@ class Block:
             self.running = seen.running if seen.running > self.running else self.running
             if load.kv_cache_tokens < self.least_cache:
                 self.least_cache = load.kv_cache_tokens
-            if seen.unread + seen.unread > ITERATIONS * load.budget:
+            if seen.unread + seen.unread > UNREAD_ITERATIONS * load.budget:
                 self.crowded = True
         self.joining_s = min(self.joining_s, seen.joining_s)
         self.unread_s = min(self.unread_s, load.prompt_token_s * seen.behind)

@@ -423,6 +423,16 @@ class Instance:
         return self.booked < other.booked
 
     @property
+    def untried(self) -> bool:
+        """True if it is idle, and of its speed neither a profile nor an answer told."""
+        return self.spec.latency is None and not self.speed.seen and not self.in_flight
+
+    @property
+    def shown_factor(self) -> float:
+        """Factor of its times that answers showed without a profile, infinite if none did."""
+        return self.speed.shown if self.spec.latency is None and self.speed.seen else math.inf
+
+    @property
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u."""
         promised = self.promised_tokens if self.kv_need is None else self.kv_tokens

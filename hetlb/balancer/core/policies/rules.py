@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hetlb.balancer.core.occupancy import ITERATIONS
+from hetlb.balancer.core.occupancy import UNREAD_ITERATIONS
 from hetlb.balancer.core.policies.sight import HELD, ROOM, UNREAD, SchedulingContext, Sight
 
 # --- prompts that begin alike: one that would be read again waits for the full instance that holds it ---
@@ -73,7 +73,7 @@ def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> lis
         if not hold or (each.state == ROOM and each.seen.empty):
             return sights
     for each in sights:
-        unread, most = each.seen.unread, ITERATIONS * each.load.budget
+        unread, most = each.seen.unread, UNREAD_ITERATIONS * each.load.budget
         if each.state == ROOM and unread + unread > most:
             new = ctx.prompts * (ctx.prompt - each.cached)
             if unread > new and unread > most - new and each.cached <= new:

@@ -40,12 +40,8 @@ def tried_of(sights: Sequence[Sight], rate: Callable[[Sight], None], found: Sigh
     """Return one of the instances that is worth a try, else the found one."""
     fastest, untried = math.inf, []
     for each in sights:
-        instance = each.instance
-        if instance.spec.latency is not None:
-            continue
-        if instance.speed.seen:
-            fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
-        elif not instance.in_flight and each.state == ROOM:
+        fastest = min(fastest, each.instance.shown_factor)
+        if each.instance.untried and each.state == ROOM:
             untried.append(each)
 
     def look(i: int) -> Sight:
