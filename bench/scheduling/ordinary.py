@@ -1,4 +1,4 @@
-"""Ordinary traffic: shared system prompts, agents, short answers, embeddings, a cold fleet, overload.
+"""Ordinary traffic: shared and long prompts, agents, short answers, embeddings, a cold fleet, overload.
 
 `python bench/scheduling/ordinary.py --data DIR`: the default against other policies, which meet the same
 requests at the same times. Draw 0 has fixed fleets, every other one (`--draw`) random fleets and other
@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from cases import FLEETS, L8, MODEL, TRACES, Kind, Lab
+from cases import FLEETS, L8, L70, MODEL, Q32, TRACES, Kind, Lab
 from measure import held_out_fleets
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -68,6 +68,17 @@ FIXED: Final[dict[str, tuple[Kind, ...]]] = {
     "l40s+b200": (Kind("l40s", L8, 1), Kind("b200_sxm", L8, 1)),
     "slow first": tuple(Kind(system, L8, 1) for system in ("l40s", "a100_sxm", "h100_sxm", "b200_sxm")),
 }  # fmt: skip
+#: Pairs of servers for long prompts.
+PAIRS: Final[dict[str, tuple[Kind, Kind]]] = {
+    "h100+l40s": (Kind("h100_sxm", L8, 1), Kind("l40s", L8, 1)),
+    "a100 tp4+tp1": (Kind("a100_sxm", L8, 4), Kind("a100_sxm", L8, 1)),
+    "b200+l40s": (Kind("b200_sxm", L8, 1), Kind("l40s", L8, 1)),
+    "32B h100+l40s": (Kind("h100_sxm", Q32, 4), Kind("l40s", Q32, 4)),
+    "70B h100+a100": (Kind("h100_sxm", L70, 4), Kind("a100_sxm", L70, 8)),
+    "70B h100+l40s": (Kind("h100_sxm", L70, 4), Kind("l40s", L70, 8)),
+}
+#: Longest prompt there, as a share of the smallest KV cache.
+_LONGEST_SHARE: Final = 0.3
 #: Slots of engines that a burst fills.
 _FEW_SLOTS: Final = 48
 #: Fleets of a random draw.
@@ -117,7 +128,7 @@ class Case:
 def fleets(lab: Lab, draw: int) -> dict[str, tuple[Kind, ...]]:
     """Return the fleets by name."""
     if not draw:
-        return FIXED
+        return FIXED | PAIRS
     drawn = list(held_out_fleets(lab.layouts, _SEED + draw).items())[:_DRAWN]
     rng = random.Random(_SEED + draw)
     systems = rng.sample(("b200_sxm", "h100_sxm", "a100_sxm", "l40s"), 4)
@@ -126,7 +137,20 @@ def fleets(lab: Lab, draw: int) -> dict[str, tuple[Kind, ...]]:
         "8 equal": (Kind(rng.choice(systems), L8, 1, 8),),
         "64 of 4 kinds": tuple(Kind(system, L8, 1, 16) for system in systems),
         "slow first": (Kind("l40s", L8, 1), *(Kind(system, L8, 1) for system in systems if system != "l40s")),
+        **_pairs(lab, rng),
     }
+
+
+def _pairs(lab: Lab, rng: random.Random) -> dict[str, tuple[Kind, ...]]:
+    """Return drawn pairs of unlike servers, as many as there are fixed ones."""
+    found: dict[str, tuple[Kind, ...]] = {}
+    while len(found) < len(PAIRS):
+        model = rng.choice(sorted({model for _, model, _ in lab.layouts}))
+        layouts = [(system, tp) for system, of, tp in lab.layouts if of == model]
+        if len(layouts) > 1:
+            pair = tuple(Kind(system, model, tp) for system, tp in rng.sample(layouts, 2))
+            found[f"{model} {' + '.join(f'{each.system} TP {each.tp}' for each in pair)}"] = pair
+    return found
 
 
 def cases(lab: Lab, draw: int) -> list[Case]:
@@ -162,7 +186,12 @@ def cases(lab: Lab, draw: int) -> list[Case]:
         add("equal", names[3], traffic, 1.2, 1200)
     add("equal", names[3], "long mooncake", math.inf, 500)
     add("64", names[4], "azure", 0.8, 3000)
-    for fleet in names[5:]:
+    pairs = names[-len(PAIRS) :]
+    for fleet in pairs:
+        layouts, _ = lab.fleet(fleets(lab, draw)[fleet])
+        least = min(each.capacity.kv_cache_tokens or 0 for each in layouts)
+        add("long prompts", fleet, f"prompts {int(_LONGEST_SHARE * least)}", 0.85, 500)
+    for fleet in names[5 : -len(PAIRS)]:
         add("lone", fleet, "azure", 0.0, 40)
         add("lone", fleet, "azure", 0.0, 40, cold="no profiles")
     return found
@@ -227,6 +256,9 @@ class Bench:
             )
         if kind == "agents":
             return _agents(count, rng)
+        if kind == "prompts":
+            prompt, answer = Lengths(math.exp(8.8), 1.1, 1, int(what)), Lengths(math.exp(5.6), 0.7)
+            return generate.independent(count, rng, prompt=prompt, answer=answer)
         if kind in ("short", "embed"):
             return _short(count, rng, 8 if kind == "short" else 1)
         chosen = list(self.long(what) if kind == "long" else self.lab.rows(kind))

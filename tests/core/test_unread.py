@@ -43,6 +43,16 @@ def test_a_prompt_longer_than_an_engine_may_have_ahead_waits_for_its_own_length_
     assert [lease.request.id for lease in sent] == [1000]
 
 
+def test_a_slower_engine_gets_no_more_of_a_queue_than_its_share_of_speed() -> None:
+    """Prompts come faster than both read them. The faster one's unread prompts are counted once."""
+    fleet = [spec("a", capacity=CAPACITY), spec("b", slower=10.0, capacity=CAPACITY)]
+    scheduler = make_scheduler(fleet, "hetlb")
+    sent: list[Lease] = []
+    for number in range(80):
+        sent += placed(scheduler.on_arrival(request(number, prompt=2048, streamed=True), 0.05 * number))
+    assert 1 <= sum(lease.instance == "b" for lease in sent) <= 80 / 10.0
+
+
 def test_an_idle_engine_leaves_the_decision_as_it_was() -> None:
     """A prompt goes to a faster one that has many to read, as the idle one would answer later."""
     fleet = [spec("a", capacity=CAPACITY), spec("b", slower=100.0, capacity=CAPACITY)]

@@ -33,6 +33,7 @@ from hetlb.balancer.core.policies.rules import (
     leave_unread,
     most_cached,
     precedes,
+    wait_beside,
 )
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, least_score, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
@@ -124,12 +125,9 @@ class Evaluation:
     def _hold(self, todo: float) -> None:
         """Pass slower instances over if the wait for a faster, full one costs all requests less.
 
-        The queue drains at the faster instances' speed minus the arrival rate. Every request that arrives
-        before it is empty waits for this one (the busy period of a fluid queue).
+        The queue drains at the faster instances' speed minus the arrival rate.
         """
-        ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
-        if ctx.goes_on:
-            coming = ctx.demand.rate.per_s(ctx.now) * ctx.demand.mix.size
+        weight, full, coming = self.weights[0] + self.weights[1], math.inf, 0.0
         for each in self.sights:
             if each.state == ROOM and full < math.inf:
                 left = max(each.faster - coming, _LEAST_LEFT_SHARE * each.faster)
@@ -138,6 +136,7 @@ class Evaluation:
                     each.state = HELD
             elif full == math.inf and each.state >= KEPT_FREE:
                 full = each.score
+                todo, coming = wait_beside(self._ctx, each, todo)
 
     def _score(self, full: Sight | None, holder: Sight | None) -> bool:
         """Rate the instances that may get the request. Return True if targets keep an instance free.
