@@ -63,7 +63,7 @@ COMPILED = (
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/event_log/eventlog.py",
-    "options/peers/remote_leases.py",
+    "options/peers/shared_view.py",
     *(
         f"options/split/{name}.py"
         for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "transfers")

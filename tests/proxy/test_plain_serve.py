@@ -43,8 +43,7 @@ ROOMS = {
 OF_CLI = {"hetlb.cli", *(f"hetlb.cli.{name}" for name in ("flags", "main", "serve", "serving_options"))}
 #: Options that are imported: what a process needs while another takes its place.
 PEERS = (
-    "hub", "lease_wire", "offer", "operators", "peer_messages", "remote_leases",
-    "shared_view", "sharing",
+    "hub", "lease_wire", "offer", "operators", "peer_messages", "shared_view", "sharing",
 )  # fmt: skip
 OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
 #: Imported when something goes wrong or shows, as on a machine without a CPU to spare: counted nowhere.

@@ -2,7 +2,7 @@
 
 A scheduler tells each of its journals that a lease began, that its answer began and that it ended
 (`options/peers/lease_wire.py` has the journal of peers and its encoding). A lease of another process is
-booked like an own one (`options/peers/remote_leases.py`), and told to no other.
+booked like an own one (`options/peers/shared_view.py`), and told to no other.
 """
 
 from __future__ import annotations

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
-from typing import Annotated, Final, TypeAlias, cast
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from hetlb.balancer.core.journal import Booked
-from hetlb.balancer.core.objective import UNSTATED, ServiceClass
-from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.core.types import Lease, Outcome, Request, RequestId
 from hetlb.balancer.exchange.kept_places import MOST_ID_CHARACTERS
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 
@@ -29,54 +27,37 @@ _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-_Share: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-#: Fields of a `core.objective.ServiceClass`, in their order.
-_Service: TypeAlias = tuple[_Name, _Seconds, _Seconds, _Seconds, _Share, bool, _Amount | None, bool]
 _Keys: TypeAlias = Annotated[tuple[tuple[_Name, _Tokens | None], ...], msgspec.Meta(max_length=4096)]
 
 
 class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A request as another process sees it: `core.types.Request` without its instance and its places."""
+    """What another process needs of a request, to book it and to predict its length."""
 
-    id: _Number
     model: _Name
     prompt_tokens: _Tokens
     max_tokens: _Positive | None
     sequences: _Tokens
     longest_prompt_tokens: _Tokens
     generates: bool
-    body_bytes: _Count
-    prompt_exact: bool
     prefix_keys: _Keys
-    priority: _Number
     tenant: _Name | None
     samples: _Positive
-    blocks: tuple[int, tuple[int, ...]] | None = None
-    generated: _Tokens = 0
-    service: _Service | None = None
-    streamed: bool = False
+    streamed: bool
 
     @classmethod
-    def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
-        """Return the facts of a request; `blocks`: with the digests of its prompt's blocks."""
-        service = request.service
+    def of(cls, request: Request) -> RequestFacts:
         return cls(
-            request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
-            request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
-            request.prefix_keys, request.priority, request.tenant, request.samples,
-            request.blocks if blocks else None, request.generated,
-            cast(_Service, astuple(service)) if service.name else None, request.streamed,
+            request.model, request.prompt_tokens, request.max_tokens, request.sequences,
+            request.longest_prompt_tokens, request.generates, request.prefix_keys, request.tenant,
+            request.samples, request.streamed,
         )  # fmt: skip
 
-    def request(self) -> Request:
-        """Return the request."""
-        service = UNSTATED if self.service is None else ServiceClass(*self.service)
+    def request(self, number: RequestId) -> Request:
+        """Return the request under another id: ids of two processes may be equal."""
         return Request(
-            self.id, self.model, self.prompt_tokens, self.max_tokens, self.sequences,
-            self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
-            self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
-            streamed=self.streamed, generated=self.generated, service=service,
+            number, self.model, self.prompt_tokens, self.max_tokens, self.sequences,
+            self.longest_prompt_tokens, self.generates, prefix_keys=self.prefix_keys, tenant=self.tenant,
+            samples=self.samples, streamed=self.streamed,
         )  # fmt: skip
 
 
@@ -100,11 +81,9 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
 
     @classmethod
     def of(cls, change: Booked) -> WireBooked:
-        """Encode a lease, without the digests of its prompt: they may be many."""
-        request, age_s = RequestFacts.of(change.request, blocks=False), max(0.0, change.age_s)
         return cls(
-            change.number, change.instance, request, change.work_ns, change.predicted_output, age_s,
-            change.begun, change.first_s,
+            change.number, change.instance, RequestFacts.of(change.request), change.work_ns,
+            change.predicted_output, max(0.0, change.age_s), change.begun, change.first_s,
         )  # fmt: skip
 
     def change(self, request: Request) -> Booked:

@@ -14,7 +14,7 @@ import msgspec
 
 from hetlb.options.peers.lease_wire import PART_BYTES, PART_CHANGES, PeerChange
 
-VERSION: Final = 4
+VERSION: Final = 5
 #: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
 #: process that stops.
 CHANGES: Final = 0
@@ -30,7 +30,7 @@ Receive: TypeAlias = Callable[[bytes], None]
 class PeerMessage(msgspec.Struct, array_like=True, frozen=True):
     """One message of a process; `sent_at` by its own clock."""
 
-    version: Literal[4]
+    version: Literal[5]
     name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
     kind: Literal[0, 1, 2, 3]
     sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -41,7 +41,7 @@ class PeerMessage(msgspec.Struct, array_like=True, frozen=True):
 class PeerHead(msgspec.Struct, array_like=True, frozen=True):
     """A message without its changes."""
 
-    version: Literal[4]
+    version: Literal[5]
     name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
     kind: int
     sequence: int

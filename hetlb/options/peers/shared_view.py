@@ -15,16 +15,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.queue import WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Command, LeaseId, Outcome, Request
-from hetlb.options.peers.lease_wire import LeaseJournal, WireBooked, WireChange, WireWaiting, live
-from hetlb.options.peers.remote_leases import RemoteLeases
+from hetlb.balancer.core.types import Command, Lease, LeaseId, Outcome, Request
+from hetlb.options.peers.lease_wire import (
+    LeaseJournal,
+    RequestFacts,
+    WireBegun,
+    WireBooked,
+    WireChange,
+    WireEnded,
+    WireWaiting,
+    live,
+)
 
 #: Seconds over which the rate of peers' bookings is a mean.
 _RATE_S: Final = 1.0
@@ -34,6 +43,12 @@ _MOST_UNSEEN_REQUESTS: Final = 8.0
 _MOST_WORSE_SHARE: Final = 0.15
 #: Largest fleet divided into shares, in instances: beyond, the division costs more than a decision.
 _MOST_DEALT_INSTANCES: Final = 128
+#: Ids of peers' requests count down from here: they are below all of this process's own.
+_FIRST_ID: Final = -(1 << 40)
+#: Leases of one peer, at most; a later one is not booked.
+MOST_LEASES: Final = 1 << 16
+#: Leases of peers that are gone, to end in one go: the others follow in later turns of the event loop.
+SOME: Final = 64
 
 
 class SharedView:
@@ -49,7 +64,11 @@ class SharedView:
         #: Changes for peers. To be read by the transport.
         self.journal = LeaseJournal()
         scheduler.ledger.subscribe(self.journal)
-        self._remote = RemoteLeases(scheduler, arrived=True)
+        self._next_id = _FIRST_ID
+        #: Leases by peer and by the number that they have there.
+        self._leases: dict[str, dict[LeaseId, Lease]] = {}
+        #: Leases that no peer holds any more; `end_some` ends them.
+        self.leaving: deque[Lease] = deque()
         #: Leases of peers that are not part of a state, of which the end has not come yet.
         self._stale: dict[str, set[LeaseId]] = {}
         #: Waiting requests at each peer, with the time of the news, and at this process when it said so last.
@@ -65,17 +84,12 @@ class SharedView:
     @property
     def peers(self) -> list[str]:
         """Return the names of the peers with known leases."""
-        return list(self._remote.of)
+        return list(self._leases)
 
     @property
     def peer_leases(self) -> int:
         """Number of peers' leases."""
-        return len(self._remote)
-
-    @property
-    def leaving(self) -> int:
-        """Number of peers' leases that `end_some` is still to end."""
-        return len(self._remote.leaving)
+        return len(self.leaving) + sum([len(leases) for leases in self._leases.values()])
 
     # --- of this scheduler ---
 
@@ -109,11 +123,12 @@ class SharedView:
                     stale.discard(change.number)
             elif isinstance(change, WireWaiting):
                 waits = change
-        commands = self._remote.receive(peer, changes, now)
+        commands = self._book(peer, changes, now)
         if waits is not None:
             if stale is not None:
                 del self._stale[peer]
-                self._remote.leave(peer, stale)
+                leases = self._leases.get(peer, {})
+                self.leaving.extend([leases.pop(number) for number in stale if number in leases])
                 commands += self.end_some(now)
             self._waits[peer] = waits, now
             commands += self._say_elsewhere(now)
@@ -124,21 +139,65 @@ class SharedView:
 
         Leases that are not part of it end at its end: until then their places are not free.
         """
-        self._stale[peer] = set(self._remote.of.get(peer, ()))
+        self._stale[peer] = set(self._leases.get(peer, ()))
         return self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
         """Forget a peer that ended, and end its leases; of many `end_some` ends the rest."""
         self._stale.pop(peer, None)
-        self._remote.gone(peer)
+        self.leaving.extend(self._leases.pop(peer, {}).values())
         commands = self.end_some(now)
         if self._waits.pop(peer, None) is not None:
             commands += self._say_elsewhere(now)
         return commands
 
     def end_some(self, now: float) -> list[Command]:
-        """End some of the leases that peers left behind."""
-        return self._remote.end_some(now)
+        """End some of the leases that peers left behind; they count against no instance."""
+        commands: list[Command] = []
+        for _ in range(min(SOME, len(self.leaving))):
+            lease = self.leaving.popleft()
+            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def _book(self, peer: str, changes: Iterable[WireChange], now: float) -> list[Command]:
+        """Book the changes of a peer: first the begun leases, then the ended ones.
+
+        In the other order the room of an ended lease would seem free here, though it was given away there.
+        The commands are for this scheduler's own requests.
+        """
+        leases, scheduler = self._leases.setdefault(peer, {}), self._scheduler
+        commands: list[Command] = []
+        later: list[WireBegun | WireEnded] = []
+        for change in changes:
+            if isinstance(change, WireBooked):
+                if change.number not in leases:
+                    if len(leases) < MOST_LEASES:
+                        booked = change.change(self._copy(change.request))
+                        lease = scheduler.restore(booked, now, own=False, arrived=True)
+                        if lease is not None:
+                            leases[change.number] = lease
+                elif change.begun and leases[change.number].first_token_at is None:
+                    later.append(WireBegun(change.number))
+            elif isinstance(change, WireBegun | WireEnded):
+                later.append(change)
+        for each in later:
+            lease = leases.get(each.number)
+            if lease is None:
+                continue
+            if isinstance(each, WireBegun):
+                commands += scheduler.on_first_token(lease, now)
+            else:
+                del leases[each.number]
+                lease.output_tokens = each.output_tokens
+                lease.reported_cached_tokens = each.cached_tokens
+                lease.odd = each.odd
+                commands += scheduler.on_lease_ended(lease, each.outcome, now, retry=False)
+        return commands
+
+    def _copy(self, facts: RequestFacts) -> Request:
+        """Return a request under an id of its own."""
+        self._next_id -= 1
+        return facts.request(self._next_id)
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
         """Place a new request of this scheduler, or announce to peers that it waits."""
@@ -150,7 +209,7 @@ class SharedView:
     def _place(self, request: Request, now: float) -> list[Command]:
         """Place a request as if unseen requests of peers had been placed."""
         scheduler = self._scheduler
-        if not self._remote.of:
+        if not self._leases:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
         if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
@@ -160,9 +219,9 @@ class SharedView:
         unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):
             return scheduler.on_arrival(request, now)
-        leases = []
+        leases, facts = [], RequestFacts.of(request)
         for _ in range(unseen):
-            assumed = scheduler.assume(self._remote.copy(request), now)
+            assumed = scheduler.assume(self._copy(facts), now)
             if assumed is None:
                 break
             leases.append(assumed)
@@ -173,7 +232,7 @@ class SharedView:
 
     def _share(self) -> tuple[str, ...]:
         """Return this scheduler's share of the instances. All schedulers divide them alike, by kind."""
-        names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
+        names, instances = sorted([self._name, *self._leases]), self._scheduler.instances
         of = (*names, *[str(each.incarnation) for each in instances])
         if of != self._share_of:
             self._share_of = of

@@ -131,13 +131,13 @@ def replies(data: bytes) -> None:
 
 def peer(changes: list[list[object]]) -> bytes:
     """A message of a peer that tells all its leases."""
-    return msgpack.encode([VERSION, "ab", 1, 1, 0.0, 0, changes])
+    return msgpack.encode([VERSION, "ab", 1, 1, 0.0, changes])
 
 
-LEASE: list[object] = [0, 1, "a", [1, "m", 1, 1, 1, 1, True, 1, True, [], 0, None, 1], 1, 1.0, 1.0, False]
+LEASE: list[object] = [0, 1, "a", ["m", 1, 1, 1, 1, True, [], None, 1, False], 1, 1.0, 1.0, False]
 KEYED: list[object] = [
     *LEASE[:3],
-    [1, "m", 1, 1, 1, 1, True, 1, True, [["k", 1]] * 4096, 0, None, 1],
+    ["m", 1, 1, 1, 1, True, [["k", 1]] * 4096, None, 1, False],
     *LEASE[4:],
 ]
 

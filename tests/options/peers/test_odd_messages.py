@@ -18,11 +18,11 @@ from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
-from hetlb.options.peers import peer_messages, remote_leases, sharing
+from hetlb.options.peers import peer_messages, shared_view, sharing
 from hetlb.options.peers.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, WireEnded
 from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES, VERSION
 from hetlb.options.peers.redis_transport import RedisTransport
-from hetlb.options.peers.remote_leases import SOME
+from hetlb.options.peers.shared_view import SOME
 from hetlb.options.peers.sharing import Sharing
 from hetlb.tools.sim.integrity import check_scheduler
 from hetlb.turns import Turns
@@ -182,8 +182,8 @@ async def test_however_much_a_peer_held_it_ends_in_turns(how: str, monkeypatch: 
 
 async def test_what_is_believed_of_one_peer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_MOST_TICKETS", 100)
-    most = remote_leases.MOST_LEASES if compiled() else 100
-    monkeypatch.setattr(remote_leases, "MOST_LEASES", most)
+    most = shared_view.MOST_LEASES if compiled() else 100
+    monkeypatch.setattr(shared_view, "MOST_LEASES", most)
     one = shared()
     limiter = Limiter(LimitsTable(), "k")
     one.share_keys(lambda key: limiter)
@@ -253,7 +253,7 @@ def test_the_limits_hold_what_a_scheduler_may_say() -> None:
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=list[WireChange])
     assert read == wire
     assert isinstance(read[0], WireBooked)
-    assert read[0].change(read[0].request.request()) == lease
+    assert read[0].change(read[0].request.request(1 << 61)) == lease
 
 
 @pytest.mark.parametrize(

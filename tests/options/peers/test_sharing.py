@@ -63,7 +63,7 @@ def test_the_short_form_holds_all_that_a_peer_needs(change: Booked | WireBegun |
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WireChange)
     assert read == wire
     if isinstance(read, WireBooked):
-        assert read.change(read.request.request()) == change
+        assert read.change(read.request.request(0)) == change
 
 
 @pytest.fixture(params=CARRIERS)
