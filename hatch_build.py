@@ -66,7 +66,7 @@ COMPILED = (
     "options/peers/shared_view.py",
     *(
         f"options/split/{name}.py"
-        for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "transfers")
+        for name in ("hand_overs", "kv_transfers", "pairs", "transfers")
     ),
     "options/tunnel/realtime.py",
     *(
@@ -74,7 +74,7 @@ COMPILED = (
         for name in (
             "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
             "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights",
-            "iteration_records", "iteration_times",
+            "iteration_times",
             "kv_blocks",
         )
     ),

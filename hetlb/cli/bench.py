@@ -18,13 +18,22 @@ from typing import Any
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, declare, whole
-from hetlb.cli.request_files import add_load
+from hetlb.cli.request_files import (
+    add_load,
+    read_entry,
+    read_goodput,
+    read_metrics,
+    read_names,
+    read_percentiles,
+    read_ramp,
+    read_rates,
+)
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError, visible
 from hetlb.extras import require
 from hetlb.inputs.urls import check_base, check_url
 from hetlb.output_files import output_path, write_text
-from hetlb.tools.loadtest import options, result_tables
+from hetlb.tools.loadtest import result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
 from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
@@ -70,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--admin", "admin address of the proxy at --url", "URL", admin)
 
     def policies(text: str) -> list[str]:
-        return options.read_names("--compare", text, POLICIES) if text else []
+        return read_names("--compare", text, POLICIES) if text else []
 
     add("--compare", "policies to compare on the same load; the first is the baseline", "A,B,C", policies, ())
     add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", COUNT, 1)
@@ -78,8 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sweep", highest, "SHARE", SHARE, nargs="?", const=0.95)
     add("--goodput", "latency limits: ttft, tpot, e2el", "NAME:MS", default=(), nargs="+")
     names = "latencies in the table"
-    add("--percentile-metrics", names, "A,B", options.read_metrics, "ttft,tpot,itl,e2el")
-    add("--metric-percentiles", "percentiles of the latencies", "P,Q", options.read_percentiles, "90,99")
+    add("--percentile-metrics", names, "A,B", read_metrics, "ttft,tpot,itl,e2el")
+    add(
+        "--metric-percentiles", "percentiles of the latencies", "P,Q", read_percentiles, "90,99"
+    )
     _add_results(parser)
 
 
@@ -109,7 +120,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 def _add_results(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
     entries = "entries of the result's metadata"
-    add("--metadata", entries, "KEY=VALUE", options.read_entry, (), nargs="+")
+    add("--metadata", entries, "KEY=VALUE", read_entry, (), nargs="+")
     add("--save-result", "write the JSON document to a file", action="store_true")
     add("--result-dir", "folder of the result (default: the working directory)", "DIR", Path, Path())
     add(
@@ -156,7 +167,7 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
     """Return runs that the flags ask for, all validated, and the fleet of `--config`. Raises `InputError`."""
     _check_flags(args)
     rates = _read_rates(args)
-    slo_s = options.read_goodput(args.goodput)
+    slo_s = read_goodput(args.goodput)
     if args.sweep and slo_s and not all(isinstance(rate, float) and math.isfinite(rate) for rate in rates):
         raise InputError(f"--request-rate: expected rates to search from, got {args.request_rate!r}")
     if args.sweep and not slo_s and len(rates) < 2:
@@ -213,8 +224,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _read_rates(args: argparse.Namespace) -> list[Rate | Ramp]:
-    rates: list[Rate | Ramp] = list(options.read_rates(args.request_rate))
-    ramp = options.read_ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+    rates: list[Rate | Ramp] = list(read_rates(args.request_rate))
+    ramp = read_ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     if ramp is None:
         return rates
     if rates != [math.inf]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
 from hetlb.cli.plan_limits import planning
+from hetlb.cli.request_files import read_goodput
 from hetlb.errors import InputError, visible
 from hetlb.output_files import fleet_path
-from hetlb.tools.loadtest.options import read_goodput
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.common.composition import MOST_STAGES

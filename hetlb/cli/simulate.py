@@ -15,11 +15,10 @@ from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, declare, print_document, whole
-from hetlb.cli.request_files import add_load, event_log
+from hetlb.cli.request_files import add_load, event_log, read_known, read_rates
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError, PlanError, TraceError, visible
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_scheduler import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet

@@ -97,10 +97,10 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     """Load the layers, make the KV cache, measure. Raises `InputError`."""
     import torch
 
-    from hetlb.tools.stage.auth import read_key
     from hetlb.tools.stage.batching import StageBlocks
     from hetlb.tools.stage.checkpoint import load_config
-    from hetlb.tools.stage.self_profile import measure
+    from hetlb.tools.stage.runner import measure
+    from hetlb.tools.stage.stage_channel import read_key
     from hetlb.tools.stage.stage_messages import Welcome
     from hetlb.tools.stage.torch_runner import DTYPES, TorchRunner
     from hetlb.tools.stage.worker import StageWorker
@@ -219,7 +219,7 @@ def _secret(path: Path) -> str:
 
 
 async def _serve_coordinator(group: StageGroup, api_key: str, args: argparse.Namespace) -> int:
-    from hetlb.tools.stage.coordination import Coordination
+    from hetlb.tools.stage.coordinator import Coordination
     from hetlb.tools.stage.stages_file import load_stages
 
     server_tls, _ = _tls(args)

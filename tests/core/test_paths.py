@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.balancer.core.types import Outcome, Reject, RejectReason, Request
-from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
-from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
+from hetlb.tools.paths.stages import (
+    SINK,
+    SOURCE,
+    BatchLimits,
+    Curve,
+    LinkSpec,
+    PathLease,
+    StageNetwork,
+    StageSpec,
+)
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
 

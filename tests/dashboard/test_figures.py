@@ -14,7 +14,7 @@ from hetlb.balancer.admin.dashboard.snapshot import accuracy, levels, model_fact
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, KEPT_POINTS, Recent
-from hetlb.options.peers.merged_totals import add_recent
+from hetlb.options.peers.worker_service import add_recent
 
 #: Latencies are counted in steps of 4.4 %.
 NEAR = 0.045

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.tools.emulator import EmulatedEngine
-from hetlb.tools.emulator.tools import ToolCall, example
+from hetlb.tools.emulator.counting import ToolCall, example
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {

@@ -30,7 +30,7 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.errors import TraceError
 from hetlb.tools.models.expressions import Expression
-from hetlb.tools.openai.answer_events import AnswerError, EventReader
+from hetlb.tools.openai.answers import AnswerError, EventReader
 from hetlb.tools.stage import stage_messages
 from hetlb.tools.workload.trace_formats import read_trace
 

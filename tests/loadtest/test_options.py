@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.errors import InputError
-from hetlb.tools.loadtest import options
+from hetlb.cli import request_files as options
 from hetlb.tools.workload.arrivals import Ramp, Waves
 
 

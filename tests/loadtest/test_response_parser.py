@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetlb.tools.loadtest.generator import StreamReader, read_plain
-from hetlb.tools.openai.answer_events import AnswerError
+from hetlb.tools.openai.answers import AnswerError
 from hetlb.tools.workload.records import RequestResult
 
 RECORDINGS = Path(__file__).parents[1] / "vllm" / "data"

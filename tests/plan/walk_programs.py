@@ -49,7 +49,7 @@ def hetlb() -> None:
     from stage.toy import make_worker
 
     from hetlb.cli.main import build_parser
-    from hetlb.tools.stage.auth import read_key
+    from hetlb.tools.stage.stage_channel import read_key
 
     args = build_parser("stage").parse_args(sys.argv[1:])
     first, end = map(int, args.layers.split(":"))

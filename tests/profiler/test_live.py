@@ -20,7 +20,7 @@ from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.types import Capacity
 from hetlb.cli import profile_live
 from hetlb.cli.main import build_parser, main
-from hetlb.cli.profile_facts import Facts
+from hetlb.cli.profile import Facts
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.profiler.client import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from proxy.incidents import Watched
 from proxy.rows import ended
 
+from hetlb.balancer.admin.admin import CauseLog
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.balancer.admin.cause_log import CauseLog
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.learning import learn_models

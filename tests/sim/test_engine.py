@@ -24,8 +24,7 @@ from hetlb.tools.sim.block_pool import blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun
-from hetlb.tools.sim.iteration_times import IterationRule
+from hetlb.tools.sim.iteration_times import IterationEnd, IterationRule, IterationRun
 from hetlb.tools.sim.study import engine_of
 
 MAX_EXAMPLES = examples(60)

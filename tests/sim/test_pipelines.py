@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
-from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathScheduler
-from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
+from hetlb.tools.paths.stages import (
+    SINK,
+    SOURCE,
+    BatchLimits,
+    Curve,
+    LinkSpec,
+    PathLease,
+    StageNetwork,
+    StageSpec,
+)
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineSimulation
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.tools.stage import auth
+from hetlb.tools.stage import stage_channel as auth
 from hetlb.tools.stage.stage_messages import (
     MOST_PASSES,
     Cause,
@@ -142,7 +142,7 @@ def test_a_challenge_is_good_for_one_connection_and_one_session() -> None:
         stage_nonce, proof = found
         assert proof == auth.stage_proof(b"k", nonce, stage_nonce)
         mine = auth.client_proof(b"k", nonce, stage_nonce, session)
-        return auth.hello(session, nonce) | auth.proof(stage_nonce, mine)
+        return auth.hello(session, nonce) | auth.proof_headers(stage_nonce, mine)
 
     good = headers(7)
     assert challenges.session(good) == 7

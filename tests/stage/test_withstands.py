@@ -14,7 +14,7 @@ from stage.rig import Rig, rig, until
 from stage.test_serving import prompt_of, submit
 from stage.toy import VOCABULARY, answer
 
-from hetlb.tools.stage import auth
+from hetlb.tools.stage import stage_channel as auth
 from hetlb.tools.stage.stage_channel import check_peer, connect
 from hetlb.tools.stage.stage_messages import (
     Close,
@@ -153,7 +153,7 @@ async def test_web_pages_are_refused_without_a_key_too(folder: Path) -> None:
             headers = auth.hello(9, nonce)
             async with http.get(url, headers=headers) as response:
                 stage_nonce, _ = auth.challenge(response.headers) or (b"", b"")
-            headers |= auth.proof(stage_nonce, auth.client_proof(b"", nonce, stage_nonce, 9))
+            headers |= auth.proof_headers(stage_nonce, auth.client_proof(b"", nonce, stage_nonce, 9))
             for odd in ({"origin": "https://page.example"}, {}):
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                     await http.ws_connect(url, headers=odd | ({} if not odd else headers))

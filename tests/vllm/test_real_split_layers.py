@@ -20,7 +20,7 @@ import split_pair
 from engines import Server, ServerSpec, free_ports
 from split_pair import DECODER, READER, Address
 
-from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
+from hetlb.options.split.transfers import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -4,6 +4,7 @@ It runs no event loop and has one thread, so that its children are forked from i
 all modules loaded. It holds the listening sockets, the workers' counts and the last good fleet file for later
 processes. A dead worker is replaced at once; if it dies again within `STEADY_S`, each time a little later. A
 worker without an answer for `HANG_S` is killed and replaced; time spent waiting for a CPU does not count.
+Each worker has a listening socket of its own on each address; the sockets outlive the workers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -26,16 +27,15 @@ import uvloop
 
 from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.fleet.admin_listener import named
 from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.errors import HetlbError
 from hetlb.logs import FORMATTERS, logging_to_stderr
-from hetlb.options.peers.control import ChildControl, ChildState, content_of
+from hetlb.options.peers.control import ChildControl, ChildState, Tally, content_of
 from hetlb.options.peers.hub import remove_folder, view_folder
-from hetlb.options.peers.listeners import bind_listeners, share_of
-from hetlb.options.peers.tally import Tally
 from hetlb.options.peers.worker_service import Worker, WorkerPlace, log_of
 from hetlb.systemd import NO_LISTENERS, Listeners
 
@@ -479,3 +479,58 @@ def cpu_wait_s(pid: int) -> float:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def bind_listeners(fleet: Fleet, workers: int, given: Listeners) -> Listeners:
+    """Bind what is not `given` (by systemd or a replaced process). Raises `HetlbError`."""
+    addresses, keys, admin = fleet.file.addresses, fleet.file.address_keys, fleet.file.admin
+    admin_sockets = given.admin
+    main_sockets: list[socket.socket] = []
+    there = given.at([(each.host, each.port) for each in addresses])
+    for number, (listen, sockets) in enumerate(zip(addresses, there, strict=True)):
+        if not sockets:
+            with named(keys[number], listen.host, listen.port):
+                sockets = list(_bound(listen.host, listen.port, workers))
+        main_sockets += sockets
+    if not admin_sockets:
+        with named("admin", admin.host, admin.port):
+            admin_sockets = tuple(_bound(admin.host, admin.port, 1))
+            for each in admin_sockets:
+                each.listen(128)
+    return Listeners(tuple(main_sockets), admin_sockets)
+
+
+def share_of(worker: int, workers: int, sockets: Sequence[socket.socket]) -> list[socket.socket]:
+    """Return the sockets of one worker: one on every address at least, and no socket is without a worker."""
+    by_address: dict[Any, list[socket.socket]] = {}
+    for each in sockets:
+        by_address.setdefault(each.getsockname(), []).append(each)
+    return [
+        alike[number % len(alike)]
+        for alike in by_address.values()
+        for number in range(worker, max(workers, len(alike)), workers)
+    ]
+
+
+def _bound(host: str, port: int, count: int) -> Iterator[socket.socket]:
+    """Yield the sockets, `count` on each address of a host; several share the port."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    places = dict.fromkeys((family, kind, number, str(at[0])) for family, kind, number, _, at in infos)
+    for family, kind, protocol, address in places:
+        with socket.socket(family, kind, protocol) as alone:
+            # With SO_REUSEPORT the bind succeeds even if another process listens on the port.
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                alone.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
+            alone.bind((address, port))
+        for _ in range(count):
+            one = socket.socket(family, kind, protocol)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if count > 1:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            one.setblocking(False)
+            one.bind((address, port))
+            port = one.getsockname()[1]
+            yield one

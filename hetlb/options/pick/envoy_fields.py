@@ -1,6 +1,7 @@
 """Fields of Envoy's messages: heads of requests and answers as the proxy reads them, and metadata."""
 
 from __future__ import annotations
+from typing import Final
 
 from typing import Any, Final
 
@@ -130,3 +131,42 @@ def local_reply(details: str, head: ResponseHead) -> ends.End | None:
     if head.fields.keys() & {b"date", b"server", b"x-envoy-upstream-service-time"}:
         return None
     return ends.DROPPED if head.fields.get(b"content-type") == b"text/plain" else None
+
+
+#: The Gateway API's header of a fair share.
+FAIRNESS: Final = "x-gateway-inference-fairness-id"
+#: Maximum number of names at once.
+MAX_NAMES: Final = 256
+#: Seconds without a request after which a name makes room for another.
+_IDLE_S: Final = 60.0
+#: Tenant of requests with names that found no room.
+OTHERS: Final = b"others"
+
+
+class TenantNames:
+    """Names in use, the longest unused first."""
+
+    def __init__(self) -> None:
+        self._field = FAIRNESS.encode()
+        self._seen: dict[bytes, float] = {}
+
+    def configure(self, header: str) -> None:
+        """Read names from this header from now on."""
+        self._field = header.lower().encode()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def confine(self, fields: dict[bytes, bytes], now: float) -> None:
+        """Count a request that names one tenant too many as of the tenant `OTHERS`. `now` in seconds."""
+        name = fields.get(self._field)
+        if name is None:
+            return
+        seen = self._seen
+        if seen.pop(name, None) is None and len(seen) >= MAX_NAMES:
+            oldest = next(iter(seen))
+            if now - seen[oldest] < _IDLE_S:
+                fields[self._field] = OTHERS
+                return
+            del seen[oldest]
+        seen[name] = now

@@ -32,7 +32,7 @@ from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream import PickerState
-from hetlb.options.pick.tenant_names import FAIRNESS
+from hetlb.options.pick.envoy_fields import FAIRNESS
 from hetlb.watched_files import FileStates
 
 logger = logging.getLogger("hetlb.pick")

@@ -5,7 +5,7 @@ unchanged into the body of the decode leg (NIXL). With Mooncake both legs are se
 from the bootstrap server of the prefill instance. A prefill instance keeps the KV blocks for `lease_s`: KV
 fetched later belongs to another prompt, and the answer is wrong with status 200. So the first token must come
 before the lease can have ended, by our clock, or one instance gets the whole request. The scheduler learns
-from the decode engine's counters if a prompt was fetched or computed anew (`fetch_checks.py`).
+from the decode engine's counters if a prompt was fetched or computed anew (`FetchChecks` in `transfers.py`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from hetlb.balancer.http.openai_body import with_field
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import NOT_JSON
-from hetlb.options.split.fetch_checks import FetchChecks
 from hetlb.options.split.hand_overs import HandOvers
 from hetlb.options.split.prefill_answer import BootstrapEntry, PrefillFields, TransferFields
+from hetlb.options.split.transfers import FetchChecks
 
 logger = logging.getLogger("hetlb.kv")
 

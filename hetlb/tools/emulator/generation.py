@@ -14,13 +14,16 @@ import msgspec
 from hetlb.tools.emulator.counting import (
     BYTES_PER_TOKEN,
     FIRST_ANSWER_ID,
+    REASONING_BEFORE_CALL,
     VOCABULARY_TOKENS,
+    ToolCall,
     answer_length,
     chat_text,
     count_text,
+    reasoning_share,
     text_seed,
+    tool_call,
 )
-from hetlb.tools.emulator.tools import REASONING_BEFORE_CALL, ToolCall, reasoning_share, tool_call
 from hetlb.tools.openai.requests import (
     ChatRequest,
     CompletionRequest,

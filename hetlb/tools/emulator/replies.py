@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from hetlb.tools.emulator.counting import FIRST_ANSWER_ID, token_ids
+from hetlb.tools.emulator.counting import FIRST_ANSWER_ID, ToolCall, token_ids
 from hetlb.tools.emulator.generation import Generation, Prompt
 from hetlb.tools.emulator.real_time import EmulatedSequence
-from hetlb.tools.emulator.tools import ToolCall
 from hetlb.tools.openai import answers
 from hetlb.tools.openai.requests import ApiError
 

@@ -22,7 +22,7 @@ from hetlb.errors import InputError, reason_of
 from hetlb.tasks import ended
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.load_result import LoadResult
-from hetlb.tools.openai.answer_events import AnswerError, AnswerUsage, EventReader, read_answer
+from hetlb.tools.openai.answers import AnswerError, AnswerUsage, EventReader, read_answer
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 

@@ -1,15 +1,18 @@
 """Helper processes (engines, a proxy) that never outlive the process that started them.
 
-Leaving the context kills every process group; on Linux the kernel kills them if this process is killed
-(`child.py`).
+Leaving the context kills every process group; on Linux the kernel kills them if this process is killed. Each
+asks the kernel for that itself, before it runs `hetlb` (`python -m hetlb.tools.loadtest.processes PARENT
+ARGUMENT...`): code that runs between fork and exec may deadlock if threads run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,6 +26,7 @@ import yaml
 from hetlb.errors import HetlbError
 
 READY_TIMEOUT_S = 120.0
+_PR_SET_PDEATHSIG = 1
 
 
 class HelperProcess:
@@ -36,7 +40,7 @@ class HelperProcess:
             # A process group of its own (Ctrl-C reaches us alone), but the same session: a session's
             # processes share one slice of the processors, and another session can starve them.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hetlb.tools.loadtest.child", str(os.getpid()), *arguments],
+                [sys.executable, "-m", "hetlb.tools.loadtest.processes", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -127,3 +131,17 @@ def helper_processes() -> Iterator[Helpers]:
             yield helpers
         finally:
             helpers.kill_all()
+
+
+def _run_child() -> None:
+    """Run `hetlb` with the arguments that follow the parent's process id."""
+    parent = int(sys.argv.pop(1))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # gone before we asked
+            sys.exit(1)
+    runpy.run_module("hetlb", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run_child()

@@ -17,17 +17,26 @@ from typing import Any, Final, TypeAlias
 
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.types import LeaseId, Outcome, Reject, RejectReason, Request, RequestId
-from hetlb.tools.paths.least_time import LeastTime
-from hetlb.tools.paths.path_ledger import PathLease, StageLedger, kv_by_layer
 from hetlb.tools.paths.policies import (
     FixedPipelines,
+    LeastTime,
     PathPolicy,
     RandomPaths,
     ShortestQueue,
     Swarm,
     WeightedRoundRobin,
 )
-from hetlb.tools.paths.stages import BatchLimits, Curve, Hop, LinkSpec, StageNetwork, StageSpec
+from hetlb.tools.paths.stages import (
+    BatchLimits,
+    Curve,
+    Hop,
+    LinkSpec,
+    PathLease,
+    StageLedger,
+    StageNetwork,
+    StageSpec,
+    kv_by_layer,
+)
 
 #: Share of a stage's KV cache that expected use may reach (Helix's high-water mark).
 HIGH_WATER_SHARE: Final = 0.85

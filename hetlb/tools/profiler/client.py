@@ -23,7 +23,7 @@ from hetlb.balancer.engines.engine_mistakes import is_hetlb, no_answer_at
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tasks import ended
-from hetlb.tools.openai.answer_events import AnswerError, AnswerEvent, EventReader
+from hetlb.tools.openai.answers import AnswerError, AnswerEvent, EventReader
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS = range(1000, 2000)

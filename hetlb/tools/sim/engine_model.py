@@ -21,8 +21,15 @@ from hetlb.tools.sim.adapter_slots import LoadedAdapters
 from hetlb.tools.sim.decode_batch import DecodeBatch
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun, Prefills
-from hetlb.tools.sim.iteration_times import IterationRule, growth_s, iteration_s, uneven_s
+from hetlb.tools.sim.iteration_times import (
+    IterationEnd,
+    IterationRule,
+    IterationRun,
+    Prefills,
+    growth_s,
+    iteration_s,
+    uneven_s,
+)
 from hetlb.tools.sim.kv_blocks import KvBlocks, KvFetches
 
 #: Members of an `Enum` are looked up by a function; these are read in every iteration.

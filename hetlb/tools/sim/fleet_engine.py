@@ -12,8 +12,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.event_queue import EventQueue
-from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun
-from hetlb.tools.sim.iteration_times import IterationRule
+from hetlb.tools.sim.iteration_times import IterationEnd, IterationRule, IterationRun
 from hetlb.tools.workload.arrivals import PlannedRequest
 
 # Kinds of events, in their order at the same instant: work ends, then the world changes, then engines begin

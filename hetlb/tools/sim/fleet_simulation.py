@@ -55,8 +55,7 @@ from hetlb.tools.sim.fleet_engine import (
 from hetlb.tools.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.tools.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.tools.sim.integrity import check_scheduler
-from hetlb.tools.sim.iteration_records import IterationEnd
-from hetlb.tools.sim.iteration_times import IterationRule
+from hetlb.tools.sim.iteration_times import IterationEnd, IterationRule
 from hetlb.tools.sim.kv_links import KvLinks, own_links
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.content import UNSHARED

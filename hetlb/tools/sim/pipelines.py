@@ -30,9 +30,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hetlb.balancer.core.types import Outcome, Reject, Request
-from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathCommand, PathScheduler
-from hetlb.tools.paths.stages import SINK, SOURCE, Edge, StageNetwork, StageSpec
+from hetlb.tools.paths.stages import SINK, SOURCE, Edge, PathLease, StageNetwork, StageSpec
 from hetlb.tools.sim.deadline import LOOK_EVENTS, is_over
 from hetlb.tools.sim.event_queue import EventQueue
 

@@ -1,6 +1,6 @@
 """Workers that hold a range of a model's layers, and the coordinator that serves one model through them.
 
-Worker: `worker` (connections and the loop), `batching`, `kv`, `sampling`, `checkpoint`, `model` (torch).
+Worker: `worker` (connections and the loop), `batching`, `runner`, `checkpoint`, `torch_runner`.
 Coordinator: `coordinator` drives `tools.paths`, `openai_api` speaks HTTP, `questions` reads requests, `text`
-is the tokenizer. Both: `stage_messages`, `auth`, `stage_channel`.
+is the tokenizer. Both: `stage_messages`, `stage_channel`.
 """

@@ -1,8 +1,14 @@
 """Authenticated connections between coordinator and stage, or stage and stage: WebSockets of aiohttp.
 
-Frames arrive whole and in order, or the connection ends. It becomes a WebSocket once both sides proved that
-they have the key (`auth`). A route comes from a coordinator, so the addresses in it are checked when they are
-connected to.
+Frames arrive whole and in order, or the connection ends. A route comes from a coordinator, so the addresses
+in it are checked when they are connected to.
+
+Both sides prove a shared key before anything else is accepted, by two HTTP requests. The connecting side
+names its session and a fresh nonce, and gets 401 with the stage's nonce and its proof. Then it asks for the
+WebSocket with its own proof. A proof is an HMAC-SHA256 over both nonces; the key itself never travels, and a
+nonce is good for one connection. What follows is not encrypted: TLS does that. Without a key the proofs are
+made with an empty one. A web page can send none of these headers with a WebSocket, and one that names its
+origin is refused.
 """
 
 from __future__ import annotations
@@ -10,20 +16,137 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import secrets
 import socket
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import aiohttp
 from aiohttp import web
 
 from hetlb.addresses import is_loopback, is_special
+from hetlb.errors import ConfigError
+from hetlb.files import content
 from hetlb.tasks import end, ended
-from hetlb.tools.stage import auth
 from hetlb.tools.stage.stage_messages import MAX_FRAME_BYTES, PATH, StageProtocolError, Welcome, decode
 from hetlb.turns import Share
+
+NONCE_BYTES: Final = 32
+LEAST_KEY_BYTES: Final = 16
+#: Maximum number of open challenges of a stage; beyond it the oldest is void.
+_MAX_CHALLENGES: Final = 1024
+
+_SESSION: Final = "x-hetlb-session"
+_NONCE: Final = "x-hetlb-nonce"
+_STAGE_NONCE: Final = "x-hetlb-stage-nonce"
+_PROOF: Final = "x-hetlb-proof"
+
+Headers = Mapping[str, str]
+
+
+class NotProven(Exception):
+    """A request without a proof of the key."""
+
+
+def new_nonce() -> bytes:
+    """Random bytes for one connection."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def stage_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes) -> bytes:
+    """Return the proof of the side that accepts connections."""
+    return _mac(key, b"hetlb stage 2 accepts", client_nonce, stage_nonce)
+
+
+def client_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes, session: int) -> bytes:
+    """Return the proof of the side that connects; it covers the session."""
+    return _mac(key, b"hetlb stage 2 connects", client_nonce, stage_nonce, session.to_bytes(8, "big"))
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(key, text, "sha256")
+
+
+# --- the side that connects ---
+
+
+def hello(session: int, nonce: bytes) -> dict[str, str]:
+    """Return the headers of the first request."""
+    return {_SESSION: str(session), _NONCE: nonce.hex()}
+
+
+def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
+    """Return the stage's nonce and proof; None if the answer is no challenge."""
+    nonce, proof = _bytes(headers, _STAGE_NONCE), _bytes(headers, _PROOF)
+    return (nonce, proof) if nonce and proof else None
+
+
+def proof_headers(stage_nonce: bytes, proof: bytes) -> dict[str, str]:
+    """Return the headers of the second request, besides the first one's."""
+    return {_STAGE_NONCE: stage_nonce.hex(), _PROOF: proof.hex()}
+
+
+def _bytes(headers: Headers, name: str) -> bytes:
+    """Return a header of 32 bytes in hexadecimal; b"" if it is not that."""
+    try:
+        value = bytes.fromhex(headers.get(name, ""))
+    except ValueError:
+        return b""
+    return value if len(value) == NONCE_BYTES else b""
+
+
+# --- the side that accepts ---
+
+
+class Challenges:
+    """Challenges of a stage that wait for their proof."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._open: OrderedDict[bytes, None] = OrderedDict()
+
+    def issue(self, headers: Headers) -> dict[str, str]:
+        """Return the headers of the answer to a first request. Raises `NotProven` if it is none."""
+        if not (client_nonce := _bytes(headers, _NONCE)):
+            raise NotProven("expected a greeting of this version")
+        nonce = new_nonce()
+        self._open[nonce] = None
+        if len(self._open) > _MAX_CHALLENGES:
+            self._open.popitem(last=False)
+        return proof_headers(nonce, stage_proof(self._key, client_nonce, nonce))
+
+    def session(self, headers: Headers) -> int | None:
+        """Return the session of a second request, None if it has no proof yet. Raises `NotProven`."""
+        if "origin" in headers:
+            raise NotProven("expected no web page")
+        if _PROOF not in headers:
+            return None
+        text, nonce = headers.get(_SESSION, ""), _bytes(headers, _STAGE_NONCE)
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 32):
+            raise NotProven("expected a session")
+        issued = self._open.pop(nonce, self) is None
+        expected = client_proof(self._key, _bytes(headers, _NONCE), nonce, int(text))
+        if not issued or not hmac.compare_digest(_bytes(headers, _PROOF), expected):
+            raise NotProven("expected a proof of the key")
+        return int(text)
+
+
+def read_key(path: Path | None) -> bytes:
+    """Return the shared key of a file, stripped; empty without a file. Raises `ConfigError`."""
+    if path is None:
+        return b""
+    try:
+        key = content(path).strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable key file: {error.strerror}") from error
+    if len(key) < LEAST_KEY_BYTES:
+        raise ConfigError(f"{path}: expected a key of at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
+    return key
+
 
 #: Seconds to connect and to prove the key.
 CONNECT_S: Final = 5.0
@@ -147,16 +270,16 @@ async def _prove(
     http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
 ) -> dict[str, str]:
     """Return the headers that prove the key, once the stage has proved it. Raises `ChannelError`."""
-    nonce = auth.new_nonce()
-    headers = auth.hello(session, nonce)
+    nonce = new_nonce()
+    headers = hello(session, nonce)
     async with http.get(url + PATH, headers=headers, ssl=tls or True, allow_redirects=False) as response:
-        found = auth.challenge(response.headers)
+        found = challenge(response.headers)
     if found is None:
         raise ChannelError("expected a challenge: another version of hetlb?")
     stage_nonce, proof = found
-    if not hmac.compare_digest(proof, auth.stage_proof(key, nonce, stage_nonce)):
+    if not hmac.compare_digest(proof, stage_proof(key, nonce, stage_nonce)):
         raise ChannelError("it has another key")
-    return headers | auth.proof(stage_nonce, auth.client_proof(key, nonce, stage_nonce, session))
+    return headers | proof_headers(stage_nonce, client_proof(key, nonce, stage_nonce, session))
 
 
 async def _welcome(socket: aiohttp.ClientWebSocketResponse) -> Welcome:

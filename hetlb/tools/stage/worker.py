@@ -23,10 +23,9 @@ from hetlb.app_listener import AppListener
 from hetlb.tasks import ended
 from hetlb.tools.openai.application import counter, gauge, page
 from hetlb.tools.paths.stages import Curve
-from hetlb.tools.stage.auth import Challenges, NotProven
 from hetlb.tools.stage.batching import Batcher, StageBlocks, StageLease, Work
 from hetlb.tools.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart
-from hetlb.tools.stage.stage_channel import SILENCE_S, Peers, StageChannel
+from hetlb.tools.stage.stage_channel import SILENCE_S, Challenges, NotProven, Peers, StageChannel
 from hetlb.tools.stage.stage_messages import (
     MAX_FRAME_BYTES,
     MOST_PASSES,

@@ -22,7 +22,7 @@ from hetlb.options.pick.envoy_fields import MalformedMessage
 from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream import HttpStream, PickerState
-from hetlb.options.pick.tenant_names import MAX_NAMES
+from hetlb.options.pick.envoy_fields import MAX_NAMES
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: The messages of a request and its answer, as Envoy sends them.

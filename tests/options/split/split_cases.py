@@ -12,7 +12,7 @@ from faults.rig import Rig
 from faults.upstream_cases import QUIET, whole
 from proxy.upstreams import SSE_HEAD, chunk, plain
 
-from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS
+from hetlb.options.split.transfers import MAX_MISSED_TRANSFERS
 
 #: A lease so short that a case can wait for it, and longer than a prompt takes on a busy machine.
 SHORT = {"connector": "nixl", "lease_s": 3.0}

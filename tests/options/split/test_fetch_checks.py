@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
-from hetlb.options.split.fetch_checks import (
+from hetlb.options.split.transfers import (
     FETCHED,
     LAG_S,
     MAX_MISSED_TRANSFERS,

@@ -9,7 +9,7 @@ import pytest
 from helpers import HANG_S
 from options.split.split_rig import WHOLE, Rig, rig
 
-from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
+from hetlb.options.split.transfers import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
 
 
 async def checked(fleet: Rig, name: str) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.errors import PlanError
-from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathScheduler
+from hetlb.tools.paths.stages import PathLease
 from hetlb.tools.plan.check import check_path, check_placement
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.estimate import Estimator
