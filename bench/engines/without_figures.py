@@ -14,12 +14,13 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, EngineSample, Health, InstanceSpec
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation

@@ -31,11 +31,12 @@ import generated_traffic as generate
 from generated_traffic import Lengths
 
 from hetlb.balancer.config.gpus import latency_of
+from hetlb.balancer.core.facts import EngineHistory, EngineSample
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, EngineHistory, EngineSample, Health, InstanceSpec
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation

@@ -88,9 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--goodput", "latency limits: ttft, tpot, e2el", "NAME:MS", default=(), nargs="+")
     names = "latencies in the table"
     add("--percentile-metrics", names, "A,B", read_metrics, "ttft,tpot,itl,e2el")
-    add(
-        "--metric-percentiles", "percentiles of the latencies", "P,Q", read_percentiles, "90,99"
-    )
+    add("--metric-percentiles", "percentiles of the latencies", "P,Q", read_percentiles, "90,99")
     _add_results(parser)
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from hetlb.balancer.config.fleet_tables import ScrapeTable
-from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.engines.engine_metrics import page_of
 from hetlb.balancer.engines.engine_mistakes import CLOSED, connect_failure, is_hetlb, old_version
 from hetlb.balancer.engines.engine_tables import PAGES, VLLM, EngineTable

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from hetlb.balancer.config.fleet import Fleet
     from hetlb.balancer.config.fleet_tables import DiscoveryTable, TracingTable
     from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.core.facts import InstanceChange
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
-    from hetlb.balancer.core.types import Command, InstanceChange
+    from hetlb.balancer.core.types import Command
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
     from hetlb.balancer.fleet.shared_fleet import SleepWatch

@@ -10,16 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.adapters import AdapterLoadTime, AdapterSlots
+from hetlb.balancer.core.facts import CapacityLearned, ModelsLearned
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    Capacity,
-    CapacityLearned,
-    Dispatch,
-    Lease,
-    ModelsLearned,
-    Outcome,
-    Request,
-)
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome, Request
 from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler

@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.facts import AdminStateSet, CapacityLearned, InstanceRemoved
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import TICK_S, Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Capacity,
-    CapacityLearned,
     Command,
     Dispatch,
-    InstanceRemoved,
     Lease,
     Outcome,
     Reject,

@@ -10,9 +10,10 @@ from helpers import make_scheduler, spec
 
 from hetlb.balancer.core.blocks import Block
 from hetlb.balancer.core.demand import LEAST_FLEET
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.policies.hetlb import Evaluation, Hetlb
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome, Request
 from hetlb.tools.sim.integrity import check_scheduler
 
 

@@ -9,10 +9,11 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS, DEFAULT_MAX_NUM_SEQS, Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.speed import SpeedTracker
-from hetlb.balancer.core.types import Candidate, Capacity, Dispatch, EngineSample
+from hetlb.balancer.core.types import Candidate, Capacity, Dispatch
 
 KV = 400_000
 

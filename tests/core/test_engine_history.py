@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.facts import EngineHistory, EngineSample
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, EngineHistory, EngineSample, InstanceSpec, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, InstanceSpec, Lease, Outcome
 from hetlb.balancer.engines.engine_history import HistoryPage
 
 VLLM = """\

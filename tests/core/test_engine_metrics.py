@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.balancer.core.facts import EngineSample
+from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.engines.engine_metrics import parse
 
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"

@@ -16,6 +16,16 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.evidence.table import HealthParams
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    CapacityLearned,
+    EngineSample,
+    InstanceAdded,
+    InstanceRemoved,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.length_samples import LengthDistribution
@@ -33,21 +43,13 @@ from hetlb.balancer.core.step_times import (
 )
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     CanarySide,
     Capacity,
-    CapacityLearned,
     Dispatch,
-    EngineSample,
     Health,
-    InstanceAdded,
-    InstanceRemoved,
     InstanceSpec,
     Lease,
-    ModelsLearned,
     Outcome,
-    Probed,
-    ProbeResult,
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
 from hetlb.options.split.hand_overs import HandOvers

@@ -8,7 +8,8 @@ import pytest
 
 from hetlb.balancer.core.evidence.health import EJECTION_JITTER_SHARE, HealthState
 from hetlb.balancer.core.evidence.table import EJECTION_S, FALL_PROBES, RISE_PROBES, Verdict, verdict
-from hetlb.balancer.core.types import Health, Outcome, ProbeResult
+from hetlb.balancer.core.facts import ProbeResult
+from hetlb.balancer.core.types import Health, Outcome
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
 

@@ -14,7 +14,8 @@ from hetlb.balancer.core.evidence.table import (
     MOST_EJECTION_S,
     RISE_PROBES,
 )
-from hetlb.balancer.core.types import Health, ProbeResult
+from hetlb.balancer.core.facts import ProbeResult
+from hetlb.balancer.core.types import Health
 
 
 def tracker(state: Health = Health.UP) -> HealthState:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome
 from hetlb.tools.sim.integrity import check_scheduler
 
 SLOTS = 64

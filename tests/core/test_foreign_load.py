@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, EngineSample, Outcome
+from hetlb.balancer.core.types import Capacity, Outcome
 
 CAPACITY = Capacity(max_num_seqs=32, kv_cache_tokens=10**6)
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetlb
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import OraclePredictor
@@ -21,7 +22,7 @@ from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

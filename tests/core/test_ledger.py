@@ -14,24 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.block_index import BlockIndex, BlocksStored, KvEventBatch, block_digests
+from hetlb.balancer.core.facts import CapacityLearned, EngineSample, ModelsLearned
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.learning import learn_sample
 from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.queue import Queue, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    Capacity,
-    CapacityLearned,
-    Connector,
-    Dispatch,
-    EngineSample,
-    KvLink,
-    Lease,
-    ModelsLearned,
-    Outcome,
-    Request,
-    Role,
-)
+from hetlb.balancer.core.types import Capacity, Connector, Dispatch, KvLink, Lease, Outcome, Request, Role
 from hetlb.tools.sim.integrity import check_instance, check_scheduler
 
 PLACES, CACHE = 8, 5000

@@ -6,8 +6,9 @@ import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.evidence import missing
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import EngineSample, Lease, Outcome
+from hetlb.balancer.core.types import Lease, Outcome
 
 
 def begun(scheduler: Scheduler, number: int, name: str, now: float) -> Lease:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
+from hetlb.balancer.core.types import AdminState, Dispatch
 from hetlb.tools.sim.integrity import check_scheduler
 
 

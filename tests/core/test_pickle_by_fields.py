@@ -9,10 +9,11 @@ import pytest
 from helpers import FAST, request, spec
 
 from hetlb.balancer.core.evidence.table import HealthParams
+from hetlb.balancer.core.facts import Probed, ProbeResult
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import Candidate, Capacity, Probed, ProbeResult
+from hetlb.balancer.core.types import Candidate, Capacity
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 from hetlb.tools.workload.rows import Row

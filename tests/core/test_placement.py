@@ -10,20 +10,13 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.facts import AdminStateSet, ModelsLearned
 from hetlb.balancer.core.latency import processing_s
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.queue import WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    Dispatch,
-    ModelsLearned,
-    Outcome,
-    Request,
-)
+from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, Outcome, Request
 from hetlb.cli.explain import explained
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)

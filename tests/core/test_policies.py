@@ -8,6 +8,7 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.policies.baselines import (
@@ -21,7 +22,7 @@ from hetlb.balancer.core.policies.baselines import (
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome, Request
 from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -15,9 +15,10 @@ from hetlb.balancer.core.block_index import (
     KvEventBatch,
     block_digests,
 )
+from hetlb.balancer.core.facts import CapacityLearned
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.prefix_index import LEAST_SHARE, LEAST_TOKENS, PrefixIndex, PrefixKey, Shared, Tree
-from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
+from hetlb.balancer.core.types import Capacity, Outcome
 from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
 KEYS: tuple[PrefixKey, ...] = (("a", 500), ("b", 1000))

@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hetlb.balancer.core.facts import InstanceAdded, InstanceRemoved
 from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
-from hetlb.balancer.core.types import InstanceAdded, InstanceRemoved, Outcome
+from hetlb.balancer.core.types import Outcome
 from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
 #: Prefixes of a prompt as turns taken in a tree: equal ways are equal prefixes of equal length.

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import InstanceAdded, InstanceRemoved, ModelsLearned, ModelsPromised
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    InstanceAdded,
-    InstanceRemoved,
-    ModelsLearned,
-    ModelsPromised,
-    Reject,
-    RejectReason,
-)
+from hetlb.balancer.core.types import Reject, RejectReason
 
 HOUR_S = 3600.0
 

@@ -10,22 +10,14 @@ from helpers import examples, make_scheduler, request, spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.policies.sight import ROOM
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    Candidate,
-    Capacity,
-    Command,
-    Dispatch,
-    EngineSample,
-    Lease,
-    Outcome,
-    Request,
-)
+from hetlb.balancer.core.types import Candidate, Capacity, Command, Dispatch, Lease, Outcome, Request
 from hetlb.cli.explain import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

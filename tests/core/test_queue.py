@@ -10,18 +10,10 @@ from helpers import dispatched, examples, head, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.queue import Queue, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    Dispatch,
-    Outcome,
-    Reject,
-    RejectReason,
-    Request,
-)
+from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, Outcome, Reject, RejectReason, Request
 from hetlb.tools.sim.integrity import check_queue, check_scheduler
 
 

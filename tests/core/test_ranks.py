@@ -6,9 +6,10 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import CapacityLearned
 from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, CapacityLearned, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Lease, Outcome
 from hetlb.tools.sim.integrity import check_scheduler
 
 

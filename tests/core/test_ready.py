@@ -10,22 +10,11 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample, Probed, ProbeResult
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens, with_excluded
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Candidate,
-    Connector,
-    EngineSample,
-    Health,
-    InstanceSpec,
-    KvLink,
-    Probed,
-    ProbeResult,
-    Role,
-)
+from hetlb.balancer.core.types import AdminState, Candidate, Connector, Health, InstanceSpec, KvLink, Role
 
 LINK = KvLink(Connector.NIXL)
 

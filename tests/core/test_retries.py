@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import AdminStateSet, CapacityLearned, ModelsLearned, Probed, ProbeResult
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Capacity,
-    CapacityLearned,
     Command,
     Connector,
     Dispatch,
@@ -22,11 +21,8 @@ from hetlb.balancer.core.types import (
     HealthChanged,
     KvLink,
     Lease,
-    ModelsLearned,
     Outcome,
     PassOn,
-    Probed,
-    ProbeResult,
     Reject,
     RejectReason,
     Role,

@@ -3,25 +3,27 @@
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    CapacityLearned,
+    InstanceAdded,
+    InstanceRemoved,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Capacity,
-    CapacityLearned,
     Dispatch,
     Health,
     HealthChanged,
-    InstanceAdded,
-    InstanceRemoved,
     InstanceSpec,
-    ModelsLearned,
     Outcome,
-    Probed,
-    ProbeResult,
     Reject,
     RejectReason,
 )

@@ -10,6 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    EngineSample,
+    InstanceAdded,
+    InstanceRemoved,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
@@ -18,24 +27,17 @@ from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Command,
     Connector,
     Dispatch,
-    EngineSample,
     Health,
     HealthChanged,
     Hold,
-    InstanceAdded,
-    InstanceRemoved,
     InstanceSpec,
     KvLink,
     Lease,
-    ModelsLearned,
     Outcome,
     PassOn,
-    Probed,
-    ProbeResult,
     Reject,
     Role,
 )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 from helpers import make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Command, Dispatch, Lease, Outcome
 from hetlb.tools.sim.integrity import check_scheduler
 
 STEP_S, TOKENS = 0.02, 20

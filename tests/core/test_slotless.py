@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, Lease, Outcome, PassOn
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome, PassOn
 from hetlb.tools.sim.integrity import check_scheduler
 
 SLOTS = 4

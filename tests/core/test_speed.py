@@ -12,6 +12,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.facts import AdminStateSet, InstanceAdded, InstanceUpdated
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.balancer.core.rate import MEMORY_S
@@ -24,14 +25,7 @@ from hetlb.balancer.core.speed import (
     SpeedTracker,
     averaged,
 )
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    InstanceAdded,
-    InstanceUpdated,
-    Lease,
-    Outcome,
-)
+from hetlb.balancer.core.types import AdminState, Lease, Outcome
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
 STEPS = 50

@@ -9,24 +9,26 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.evidence.room import BUSY_CAP_S
 from hetlb.balancer.core.evidence.table import MOST_PAUSE_S, HealthParams
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    EngineSample,
+    InstanceAdded,
+    InstanceRemoved,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Capacity,
     Command,
     Dispatch,
-    EngineSample,
     Health,
     HealthChanged,
-    InstanceAdded,
-    InstanceRemoved,
     Lease,
     Outcome,
     PassOn,
-    Probed,
-    ProbeResult,
     Reject,
 )
 from hetlb.tools.sim.integrity import check_scheduler

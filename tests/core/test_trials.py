@@ -12,9 +12,10 @@ from helpers import MODEL, all_pairs, dispatched, make_scheduler, request, spec
 from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.evidence.lost_answers import lower_share
 from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S
+from hetlb.balancer.core.facts import EngineSample, ModelsLearned
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, PassOn
 from hetlb.tools.sim.integrity import check_scheduler
 
 

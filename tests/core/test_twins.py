@@ -9,8 +9,9 @@ import pytest
 from helpers import all_pairs, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.admin.rare_causes import of_processes
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Capacity, EngineSample, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Lease, Outcome
 
 TOKEN_S = 0.02
 BEGAN = 1.5e9

@@ -26,7 +26,8 @@ from hetlb.balancer.admin.dashboard.snapshot import (
     shown_instances,
     totals_of,
 )
-from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.core.facts import AdminStateSet
+from hetlb.balancer.core.types import AdminState
 
 FILES = {
     "/": "text/html; charset=utf-8",

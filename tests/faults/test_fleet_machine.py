@@ -23,19 +23,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from hetlb.balancer.core.facts import AdminStateSet, InstanceAdded, InstanceRemoved, Probed, ProbeResult
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     Dispatch,
     Health,
     HealthChanged,
-    InstanceAdded,
-    InstanceRemoved,
     Lease,
     Outcome,
-    Probed,
-    ProbeResult,
     Reject,
     RejectReason,
 )

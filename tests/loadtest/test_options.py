@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.errors import InputError
 from hetlb.cli import request_files as options
+from hetlb.errors import InputError
 from hetlb.tools.workload.arrivals import Ramp, Waves
 
 

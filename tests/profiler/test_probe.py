@@ -13,9 +13,10 @@ from profiler.conftest import PROFILE, Start
 from profiler.test_live import profile
 
 from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import DecodeTable
-from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes
 from hetlb.tools.profiler.sources import assumed_host
 from hetlb.tools.profiler.sweep import BusyError, probe_host

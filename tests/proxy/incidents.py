@@ -9,18 +9,9 @@ from helpers import make_scheduler, request, spec
 from proxy.rows import ended
 
 from hetlb.balancer.admin.fleet_status import pools, status
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample, Probed, ProbeResult
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    Dispatch,
-    EngineSample,
-    Lease,
-    Outcome,
-    Probed,
-    ProbeResult,
-)
+from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, Lease, Outcome
 from hetlb.balancer.telemetry.recent import Recent
 
 SLOTS = 8

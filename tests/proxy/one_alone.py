@@ -16,7 +16,8 @@ from proxy.conftest import Proxy
 from proxy.test_proxying import Start
 from proxy.upstreams import DONE, LAST, SSE_HEAD, STREAM, Upstream, Visit, chunk, plain
 
-from hetlb.balancer.core.types import AdminState, AdminStateSet, EngineSample
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample
+from hetlb.balancer.core.types import AdminState
 from hetlb.balancer.exchange import exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 

@@ -9,8 +9,9 @@ from helpers import turns_until
 from proxy.test_proxying import Client, Start, ask, post
 from proxy.upstreams import STREAM, Upstream, plain
 
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Health
+from hetlb.balancer.core.types import AdminState, Health
 
 AGAIN = b"retry-after: 3\r\n"
 NO_ROOM = b'{"error":{"message":"no room"}}'

@@ -19,8 +19,9 @@ from proxy.upstreams import Visit
 from hetlb.balancer.clients.model_names import Canary
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.fleet_tables import CanaryTable
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.types import AdminState, AdminStateSet, CanarySide, Capacity, Dispatch
+from hetlb.balancer.core.types import AdminState, CanarySide, Capacity, Dispatch
 from hetlb.errors import ConfigError
 
 

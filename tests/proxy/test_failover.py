@@ -14,7 +14,8 @@ from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 from proxy.upstreams import SSE_HEAD, Upstream, chunk, closing
 
-from hetlb.balancer.core.types import Health, Probed, ProbeResult
+from hetlb.balancer.core.facts import Probed, ProbeResult
+from hetlb.balancer.core.types import Health
 
 
 async def test_a_name_without_an_address_is_answered_elsewhere(tmp_path: Path) -> None:

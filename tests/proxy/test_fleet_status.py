@@ -15,21 +15,12 @@ from proxy.rows import ended
 from hetlb.balancer.admin.admin import CauseLog
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
+from hetlb.balancer.core.exploration import Exploration
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample, Probed, ProbeResult, SpeedTried
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.learning import learn_models
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    Dispatch,
-    EngineSample,
-    InstanceSpec,
-    Outcome,
-    Probed,
-    ProbeResult,
-    SpeedTried,
-)
+from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, InstanceSpec, Outcome
 
 
 def test_without_traffic_it_is_well() -> None:
@@ -220,14 +211,14 @@ def test_a_drained_server_is_no_trouble_and_is_said() -> None:
 def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
     fleet = Watched()
     for each in fleet.scheduler.instances:
-        each.explored = False
+        each.exploring = Exploration()
     fleet.arrive(24)
     found = fleet.look()
     assert fleet.scheduler.queue
     assert found["state"] == "busy"
     assert "gets few requests until its speed is known" in found["advice"]
     for each in fleet.scheduler.instances:  # slots are free, and something else than their number holds back
-        each.explored = True
+        each.exploring = None
     assert "Free servers lack KV cache" in fleet.look()["advice"]
 
 

@@ -10,7 +10,8 @@ from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 
 from hetlb.balancer.core.evidence.table import RISE_PROBES
-from hetlb.balancer.core.types import AdminState, Probed, ProbeResult
+from hetlb.balancer.core.facts import Probed, ProbeResult
+from hetlb.balancer.core.types import AdminState
 
 #: No probe comes while a test runs: what is found out is found out by the requests themselves.
 SELDOM = {"interval_s": 1000.0}

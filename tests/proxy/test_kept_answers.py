@@ -16,7 +16,8 @@ from proxy.test_proxying import Client, Start, ask, post
 from proxy.upstreams import LAST, SSE_HEAD, Script, Upstream, Visit, chunk, plain
 
 from hetlb.balancer.clients.api_keys import client_keys
-from hetlb.balancer.core.types import AdminState, AdminStateSet, InstanceRemoved
+from hetlb.balancer.core.facts import AdminStateSet, InstanceRemoved
+from hetlb.balancer.core.types import AdminState
 from hetlb.balancer.exchange.kept_places import MOST_IDS, KeptPlaces, Place
 
 ASKED = b'{"model":"m","input":"y"}'

@@ -9,16 +9,9 @@ from helpers import make_scheduler, request, spec
 from msgspec.structs import replace
 
 from hetlb.balancer.core import fleet_state
+from hetlb.balancer.core.facts import CapacityLearned, InstanceAdded, ModelsLearned, Probed, ProbeResult
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.types import (
-    Capacity,
-    CapacityLearned,
-    InstanceAdded,
-    InstanceSpec,
-    ModelsLearned,
-    Probed,
-    ProbeResult,
-)
+from hetlb.balancer.core.types import Capacity, InstanceSpec
 from hetlb.balancer.fleet.members import LEAVES_AT, TURN_INSTANCES, Members
 from hetlb.balancer.fleet.source import Found
 from hetlb.inputs.urls import Origin, origin

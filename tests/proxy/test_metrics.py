@@ -25,15 +25,8 @@ from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upst
 
 from hetlb.balancer.admin import prometheus
 from hetlb.balancer.admin.prometheus import MetricsPage
-from hetlb.balancer.core.types import (
-    CAUSES,
-    Capacity,
-    CapacityLearned,
-    EngineSample,
-    InstanceRemoved,
-    Outcome,
-    SleepSet,
-)
+from hetlb.balancer.core.facts import CapacityLearned, EngineSample, InstanceRemoved, SleepSet
+from hetlb.balancer.core.types import CAUSES, Capacity, Outcome
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals

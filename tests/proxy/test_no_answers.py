@@ -22,6 +22,7 @@ from proxy.upstreams import (
     plain,
 )
 
+from hetlb.balancer.exchange.relocations import tokens_at
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, is_comment
 
 PAGE = b"<html><body>Welcome to nginx!</body></html>"
@@ -136,11 +137,11 @@ async def test_comments_are_no_tokens(start: Start) -> None:
             await client.reader.readuntil(b": ping\n\n")
             [instance] = proxy.scheduler.instances
             [lease] = instance.leases.values()
-            assert (lease.first_token_at, proxy.driver.tokens_at()) == (None, {})
+            assert (lease.first_token_at, tokens_at(proxy.driver)) == (None, {})
             more.set()
             await client.reader.readuntil(b": ping\n\n")
             assert lease.first_token_at is not None
-            assert proxy.driver.tokens_at() == {"i0": lease.first_token_at}
+            assert tokens_at(proxy.driver) == {"i0": lease.first_token_at}
 
 
 @pytest.mark.parametrize("comment", [b": ping\n\n", b": ping - 2026\r\n\r\n", b":\n"])

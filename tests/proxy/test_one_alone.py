@@ -11,9 +11,10 @@ from proxy.test_proxying import Start
 from proxy.upstreams import DONE, LAST, STREAM, Upstream
 
 from hetlb.balancer.clients import client_response
+from hetlb.balancer.core.facts import AdminStateSet, CapacityLearned
 from hetlb.balancer.core.policies.base import Policy
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
+from hetlb.balancer.core.types import AdminState, Capacity
 from hetlb.balancer.exchange import engine_answer, exchange, plain_attempt
 from hetlb.balancer.exchange import streamed_answer as streamed
 

@@ -26,8 +26,9 @@ from proxy.upstreams import (
     resetting,
 )  # fmt: skip
 
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.core.types import AdminState
 from hetlb.balancer.http.connection_states import ClientState, Reading
 
 Start = Callable[..., Any]

@@ -14,7 +14,8 @@ from proxy.test_proxying import Start, ask, post
 from proxy.upstreams import Upstream
 
 from hetlb.balancer.config.profile_file import load_profile
-from hetlb.balancer.core.types import Capacity, CapacityLearned
+from hetlb.balancer.core.facts import CapacityLearned
+from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.engines.scrape import reads_rank
 from hetlb.tools.emulator import EmulatedEngine
 

@@ -6,9 +6,10 @@ import itertools
 
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import EngineSample, ModelsLearned, Probed, ProbeResult
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import EngineSample, ModelsLearned, Outcome, Probed, ProbeResult
+from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.engines.rounds import Looked, Rounds
 
 MOST_S = 15.0

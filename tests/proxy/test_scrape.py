@@ -17,21 +17,20 @@ from helpers import HANG_S, free_port, make_scheduler, spec
 
 from hetlb.balancer.config.fleet_tables import ScrapeTable
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import (
-    AdminState,
+from hetlb.balancer.core.facts import (
     CapacityLearned,
     EngineSample,
-    Health,
     InstanceChange,
-    InstanceSpec,
     ModelsLearned,
     Probed,
     ProbeResult,
 )
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import AdminState, Health, InstanceSpec
 from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.rounds import Looked
-from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.engines.upstream import UnansweredError
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.served_models import read_model_list, read_version
 

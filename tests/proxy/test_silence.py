@@ -11,7 +11,7 @@ from proxy.test_proxying import ASK, ASK_STREAM, Client, Start, post
 from proxy.test_waiting import sweep
 from proxy.upstreams import DONE, LAST, PLAIN_BODY, SSE_HEAD, TOKEN, Upstream, Visit, chunk, plain
 
-from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.core.facts import EngineSample
 
 PATIENT = "x-stainless-read-timeout: 600"
 LONG_S = 100.0

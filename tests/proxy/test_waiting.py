@@ -27,9 +27,10 @@ from proxy.upstreams import (
     plain,
 )  # fmt: skip
 
+from hetlb.balancer.core.facts import AdminStateSet
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.rate import MEMORY_S
-from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.core.types import AdminState
 from hetlb.balancer.exchange.driver_timers import DrainRate
 
 BEAT = b": waiting\n\n"

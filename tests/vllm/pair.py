@@ -35,7 +35,7 @@ from engines import (
     vllm_servers,
 )
 
-from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.generator import run_load

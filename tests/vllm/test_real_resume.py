@@ -23,7 +23,8 @@ from proxy.conftest import start
 from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
 
-from hetlb.balancer.core.types import Capacity, CapacityLearned
+from hetlb.balancer.core.facts import CapacityLearned
+from hetlb.balancer.core.types import Capacity
 from hetlb.tools.emulator import EmulatedEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]

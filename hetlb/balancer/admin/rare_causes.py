@@ -19,9 +19,10 @@ from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.evidence.kinds import KindKey, RefusedKind
 from hetlb.balancer.core.evidence.slowness import own_share
 from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.speed import SLOW_FACTOR
-from hetlb.balancer.core.types import AdminState, EngineSample, Health
+from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.engines.engine_mistakes import REFUSED, small_cache, without_load
 from hetlb.balancer.telemetry.recent import InstanceShare, Recent
 
@@ -387,7 +388,7 @@ def of_wait(
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
     advice = f"All servers are full. Add {more}, or limit clients by their keys."
-    if any(not each.explored for each in spare):
+    if any(each.exploring is not None for each in spare):
         advice = "A server gets few requests until its speed is known. Wait a minute."
     elif spare:
         advice = f"Free servers lack KV cache, or a faster one is sooner. Add {more} to shorten the wait."

@@ -10,9 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.instance import EngineKind, Instance
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.occupancy import EngineKind
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
 

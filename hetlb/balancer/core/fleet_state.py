@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import learning
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.instance import ChangeCounter, Instance
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.occupancy import ChangeCounter
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.decode_steps import DecodeSteps
 from hetlb.balancer.core.evidence.evidence import Evidence
+from hetlb.balancer.core.exploration import Exploration
+from hetlb.balancer.core.facts import EngineSample, SleepSet
 from hetlb.balancer.core.forecast_errors import ForecastErrors
-from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel, ideal_batch, processing_s
-from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
+from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.balancer.core.occupancy import (
+    MOST_TOUCHED,
+    SIGNAL_STALE_S,
+    ChangeCounter,
+    EngineKind,
+    EngineLoad,
+    Occupancy,
+)
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.speed import Mark, SpeedTracker
-from hetlb.balancer.core.types import (
-    AdminState,
-    Capacity,
-    EngineSample,
-    Health,
-    InstanceSpec,
-    Lease,
-    LeaseId,
-    Request,
-    SleepSet,
-)
+from hetlb.balancer.core.types import AdminState, Capacity, Health, InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.adapters import AdapterSlots
@@ -41,65 +40,10 @@ DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_LORAS: Final = 1
 DEFAULT_TOKEN_BUDGET: Final = 2048
-#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
-MAX_WORKLOAD_S: Final = 1e9
-#: Most instances listed as touched.
-_MOST_TOUCHED: Final = 4096
-#: Most kinds of instances that are known again: each change of a learnt speed makes another.
-_MOST_KINDS: Final = 64
 #: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
-#: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
-#: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
-#: keeps the pace of the slowest instance (`ordinary.py`, at once, mean TTFT over the same with profiles:
-#: 1.38, 1.14, 1.15, 1.14 with 2, 3, 4, 8; E2E 1.18, 1.11, 1.12, 1.20).
-_UNEXPLORED_SEQUENCES: Final = 3
-_UNEXPLORED_S: Final = 10.0
-#: Multiple of its forecast after which a first answer may have waited for a slot.
-_LATE_ANSWER: Final = 1.5
 #: Least seconds of a decode step.
 LEAST_STEP_S: Final = 1e-5
-
-
-class ChangeCounter:
-    """Changes of a fleet's instances: how often parameters changed, and which instances were touched.
-
-    The latter are listed once blocks of instances ask for them. An `epoch` ends when the list is too long.
-    """
-
-    def __init__(self) -> None:
-        self.count = self.epoch = 0
-        self.touched: list[Instance] | None = None
-        self._kinds: dict[Parameters, EngineKind] = {}
-
-    def kind(self, parameters: Parameters) -> EngineKind:
-        """Return the kind of the instances with these parameters."""
-        found = self._kinds.get(parameters)
-        if found is None:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
-            found = self._kinds[parameters] = EngineKind(parameters)
-        return found
-
-
-#: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines; True if
-#: they schedule asynchronously.
-Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int, bool]
-
-
-class EngineKind:
-    """A kind of instances, by their parameters: they share loads by the number of sequences."""
-
-    __slots__ = ("loads", "parameters")
-
-    def __init__(self, parameters: Parameters) -> None:
-        self.parameters = parameters
-        self.loads: list[EngineLoad | None] = []
-
-
-def _read_by(lease: Lease) -> float:
-    """Return when the prompts of a whole answer are taken to have been read."""
-    return lease.dispatched_at + lease.forecast_first_s
 
 
 class Instance:
@@ -109,17 +53,17 @@ class Instance:
     """
 
     __slots__ = (
-        "_first_tokens", "_reading", "adapters", "admin", "answered_tokens", "asleep", "began", "blocks",
-        "booked", "capacity", "changes", "engine", "engines", "errors", "evidence", "explored", "far_s",
-        "finished_kv_tokens", "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens",
-        "in_flight", "incarnation", "incoming", "kind", "kv_cache_tokens", "kv_excess_tokens", "kv_need",
-        "kv_prompt_tokens", "kv_tokens", "last_occupancy", "late_tokens", "latency", "leads_back", "leases",
-        "leaves_at", "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless",
-        "pending_prompt_tokens", "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks",
-        "reading_since", "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences",
-        "served", "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at",
-        "slots_pause_s", "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree",
-        "twin", "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
+        "_reading", "adapters", "admin", "answered_tokens", "asleep", "began", "blocks", "booked", "capacity",
+        "changes", "engine", "engines", "errors", "evidence", "exploring", "far_s", "finished_kv_tokens",
+        "finished_sequences", "foreign", "foreign_seen", "groups", "held_tokens", "in_flight", "incarnation",
+        "incoming", "kind", "kv_cache_tokens", "kv_excess_tokens", "kv_need", "kv_prompt_tokens", "kv_tokens",
+        "last_occupancy", "late_tokens", "latency", "leads_back", "leases", "leaves_at",
+        "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "pending_prompt_tokens",
+        "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "reading_since",
+        "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences", "served", "sleep",
+        "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
+        "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
+        "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -196,8 +140,8 @@ class Instance:
         self.steps = DecodeSteps()
         #: Leases so far, and tokens of all answers that have ended.
         self.booked = self.answered_tokens = 0
-        #: True once it may run as many sequences as it has slots; until then, first tokens so far.
-        self.explored, self._first_tokens = spec.latency is not None, 0
+        #: None once it may run as many sequences as it has slots.
+        self.exploring = Exploration() if spec.latency is None else None
         #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
         self.prompts_alone = now, 0
         self.evidence = evidence
@@ -263,12 +207,6 @@ class Instance:
         return (self.spec.model,) if self.spec.model else ()
 
     @property
-    def misses(self) -> bool:
-        """True if its engine reported fewer requests than it has now."""
-        sample = self.sample
-        return sample is not None and self.sequences > (sample.running or 0) + (sample.waiting or 0)
-
-    @property
     def gives_ids(self) -> bool:
         """True if its engine takes token ids for a prompt and gives the answer's."""
         return self.engine == "vllm"
@@ -277,19 +215,6 @@ class Instance:
         """Return the tokens of its KV cache that a sequence of `tokens` needs."""
         need = self.kv_need
         return tokens if need is None else need.tokens(tokens)
-
-    def paper_work(self, request: Request, predicted: float) -> tuple[int, float, float]:
-        """Return ideal batch, processing time and work in seconds (booked in the ledger) of a request.
-
-        Xiong et al., arXiv 2504.15303: `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b.
-        Data-parallel engines run a batch each: T is divided by their number.
-        """
-        prompt, engines = request.prompt_tokens, self.engines
-        cache, slots = self.kv_cache_tokens // engines, self.max_num_seqs // engines
-        batch = ideal_batch(cache, self.needed(prompt + predicted), 0.0, slots)
-        t_s = processing_s(self.latency, batch, prompt, predicted) / engines
-        work_s = t_s * request.sequences
-        return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
 
     @property
     def caches_prefixes(self) -> bool:
@@ -356,7 +281,7 @@ class Instance:
         self.last_occupancy = None
         touched = self.changes.touched
         if touched is not None:
-            if len(touched) >= _MOST_TOUCHED:
+            if len(touched) >= MOST_TOUCHED:
                 touched.clear()
                 self.changes.epoch += 1
             touched.append(self)
@@ -394,14 +319,14 @@ class Instance:
             self.elapsed(now)
             self.foreign = 0
             self.touched()
-        if self._reading and _read_by(self._reading[0]) <= now:
+        if self._reading and self._reading[0].read_by <= now:
             self.elapsed(now)
         return self.occupancy
 
     @property
     def changes_at(self) -> float:
         """Time when `seen` returns another occupancy though nothing was touched, infinite if never."""
-        at = _read_by(self._reading[0]) if self._reading else math.inf
+        at = self._reading[0].read_by if self._reading else math.inf
         if self.foreign and self.sample_at is not None:
             at = min(at, self.sample_at + SIGNAL_STALE_S)
         return at
@@ -410,7 +335,7 @@ class Instance:
     def surely_has_slot(self) -> bool:
         """True if it has a free slot, as long as it may run no more sequences than its first tokens allow."""
         own = self.sequences - self.finished_sequences
-        few = not self.explored and own >= _UNEXPLORED_SEQUENCES * (1 + self._first_tokens)
+        few = self.exploring is not None and own >= self.exploring.least_sequences
         return not few and own + self.foreign < self.max_num_seqs
 
     def precedes(self, other: Instance) -> bool:
@@ -442,16 +367,6 @@ class Instance:
     def work_s(self) -> float:
         """The paper's W_i: assigned and not yet completed work, in seconds."""
         return self.work_ns / 1e9
-
-    def explored_sequences(self, now: float) -> float:
-        """Return the sequences that it may run at once until it is explored."""
-        waited_s = 0.0
-        for oldest in self.leases.values():
-            if oldest.request.sequences:
-                waited_s = 0.0 if oldest.first_token_at is not None else now - oldest.dispatched_at
-                break
-        by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
-        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
 
     def acquire(self, lease: Lease) -> None:
         """Book a lease."""
@@ -546,9 +461,11 @@ class Instance:
         if now > speed.last:
             self.elapsed(now)
         self._read(lease, now)
-        if not self.explored:
-            self._first_tokens = self._explored_by(lease, now)
-            self.explored = self.explored_sequences(now) >= self.max_num_seqs
+        if self.exploring is not None:
+            told = self.sample_at is not None or self.capacity.max_num_seqs is not None
+            self.exploring.first_token(lease, now, told=told)
+            if self.exploring.sequences(self.leases, now) >= self.max_num_seqs:
+                self.exploring = None
         lease.first_token_at = now
         lease.first_mark = speed.mark()
         if lease.begun_steps is None:
@@ -557,19 +474,6 @@ class Instance:
             self.steps.most = self.steps.sequences
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
-
-    def _explored_by(self, lease: Lease, now: float) -> int:
-        """Return the first tokens so far. Of an engine without figures none counts that came late.
-
-        Nor do more of them count than sequences ran at once: they say nothing of more slots.
-        """
-        tokens = self._first_tokens + lease.request.sequences
-        if self.sample_at is not None or self.capacity.max_num_seqs is not None:
-            return tokens
-        expected_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
-        if now - lease.dispatched_at > _LATE_ANSWER * expected_s:
-            return self._first_tokens
-        return max(self._first_tokens, min(tokens, lease.ahead))
 
     def _read(self, lease: Lease, now: float) -> None:
         """Note once that its prompts have been read."""
@@ -687,15 +591,10 @@ class Instance:
             decoding = 0
         self.speed.elapsed(decoding + foreign, tokens, now)
         reading = self._reading
-        while reading and _read_by(reading[0]) <= now:
+        while reading and reading[0].read_by <= now:
             lease = reading.popleft()
             if not lease.ended and not lease.incoming and lease.first_token_at is None:
                 self._read(lease, now)
-
-    def stood(self, since: float, now: float) -> None:
-        """Take over that it stood still since then."""
-        self.elapsed(now)
-        self.steps.total -= self.speed.stood(since, now) * self.steps.per_s
 
     def take_finished(self, sequences: int) -> None:
         """Take over how many sequences of live requests have ended. Each request keeps one at least."""

@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
+from hetlb.balancer.core.facts import EngineHistory, EngineSample
 from hetlb.balancer.core.instance import (
     DEFAULT_MAX_LORAS,
     DEFAULT_MAX_NUM_SEQS,
@@ -15,7 +16,7 @@ from hetlb.balancer.core.instance import (
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.speed import MOST_UNPROFILED_FACTOR, SpeedTracker
-from hetlb.balancer.core.types import EngineHistory, EngineSample, InstanceSpec, Lease, Request
+from hetlb.balancer.core.types import InstanceSpec, Lease, Request
 
 #: Sequences, and a share of the own ones, that an engine may report more than hetlb sent.
 _FOREIGN_SLACK: Final = 2
@@ -46,7 +47,8 @@ def take_spec(instance: Instance, spec: InstanceSpec, now: float) -> None:
     instance.elapsed(now)
     instance.spec = spec
     instance.profiled = spec.profiled
-    instance.explored = instance.explored or spec.latency is not None
+    if spec.latency is not None:
+        instance.exploring = None
     instance.nominal = instance.latency = spec.latency or DEFAULT_LATENCY
     instance.speed = SpeedTracker(instance.profiled, now)
     instance.touched()
@@ -132,7 +134,7 @@ def token_came(instance: Instance, now: float) -> bool:
     evidence = instance.evidence
     since = evidence.silence.silent_since
     if since is not None:
-        instance.stood(since, now)
+        _stood(instance, since, now)
         evidence.silence.silent_since = None
     return evidence.token(now)
 
@@ -167,13 +169,19 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
     stalls = evidence.silence.watch(since, need_s, late_s, stands_s, least_s, now, begins=begins)
     changed = evidence.watched(stalls, now) or changed
     if evidence.silence.silent_since is not None:
-        instance.stood(evidence.silence.silent_since, now)
+        _stood(instance, evidence.silence.silent_since, now)
     else:
         instance.speed.age(now)
         _try_more_slots(instance, now)
     if evidence.troubled is not troubled:
         instance.touched()
     return changed
+
+
+def _stood(instance: Instance, since: float, now: float) -> None:
+    """Take over that an instance stood still since then."""
+    instance.elapsed(now)
+    instance.steps.total -= instance.speed.stood(since, now) * instance.steps.per_s
 
 
 def is_first_of_kind(instance: Instance, request: Request) -> bool:
@@ -212,7 +220,7 @@ def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
             max(1.0 / most, min(most, each)) for each in (prefill_s / read_s / both, answer_s / step_s / both)
         ]
         instance.nominal = model.with_factors(reading, 1.0, decoding, 0.0, 0.0, 0.0)
-    instance.explored = True
+    instance.exploring = None
     instance.take_speed()
     return True
 

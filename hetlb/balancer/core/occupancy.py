@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.latency import LatencyModel
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance import Instance
@@ -150,3 +152,45 @@ class Occupancy:
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens
+
+
+#: Latency model and tokens per iteration of one engine; slots and KV cache in tokens of all; engines; True if
+#: they schedule asynchronously.
+Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int, bool]
+
+
+class EngineKind:
+    """A kind of instances, by their parameters: they share loads by the number of sequences."""
+
+    __slots__ = ("loads", "parameters")
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.loads: list[EngineLoad | None] = []
+
+
+#: Most instances listed as touched.
+MOST_TOUCHED: Final = 4096
+#: Most kinds of instances that are known again: each change of a learnt speed makes another.
+_MOST_KINDS: Final = 64
+
+
+class ChangeCounter:
+    """Changes of a fleet's instances: how often parameters changed, and which instances were touched.
+
+    The latter are listed once blocks of instances ask for them. An `epoch` ends when the list is too long.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.epoch = 0
+        self.touched: list[Instance] | None = None
+        self._kinds: dict[Parameters, EngineKind] = {}
+
+    def kind(self, parameters: Parameters) -> EngineKind:
+        """Return the kind of the instances with these parameters."""
+        found = self._kinds.get(parameters)
+        if found is None:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            found = self._kinds[parameters] = EngineKind(parameters)
+        return found

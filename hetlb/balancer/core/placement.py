@@ -13,6 +13,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import Demand, Mix
 from hetlb.balancer.core.evidence.retries import Retries
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger
@@ -27,7 +28,6 @@ from hetlb.balancer.core.types import (
     Candidate,
     Command,
     Dispatch,
-    EngineSample,
     Health,
     Hold,
     Lease,

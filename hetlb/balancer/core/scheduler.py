@@ -14,6 +14,20 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.core import learning, rejections
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.evidence.retries import MOST_MOVES
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    CapacityLearned,
+    EngineSample,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceUpdated,
+    ModelsPromised,
+    Probed,
+    ProbeResult,
+    SleepSet,
+    SpeedTried,
+)
 from hetlb.balancer.core.failover import Failover, is_refusal
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
@@ -24,28 +38,7 @@ from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue, WaitingElsewhere
 from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import (
-    AdminStateSet,
-    CapacityLearned,
-    Command,
-    EngineSample,
-    Hold,
-    InstanceAdded,
-    InstanceChange,
-    InstanceRemoved,
-    InstanceSpec,
-    InstanceUpdated,
-    Lease,
-    ModelsPromised,
-    Outcome,
-    PassOn,
-    Probed,
-    ProbeResult,
-    Request,
-    RequestId,
-    SleepSet,
-    SpeedTried,
-)
+from hetlb.balancer.core.types import Command, Hold, InstanceSpec, Lease, Outcome, PassOn, Request, RequestId
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
@@ -185,7 +178,7 @@ class Scheduler:
         instance.first_token(lease, now)
         if lease.request.streamed and instance.sample is None:
             learning.learn_slots_late(instance, lease, now)
-        taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
+        taught = not (instance.exploring is None and (instance.speed.begun or instance.speed.seen))
         if (
             taught
             and lease.request.streamed

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from hetlb.balancer.core.types import EngineHistory, EngineSample
+from hetlb.balancer.core.facts import EngineHistory, EngineSample
 from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.engine_tables import spelled
 from hetlb.balancer.engines.series_reader import SeriesReader

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.engines.engine_tables import TABLES, VLLM, EngineTable, spelled, table_by
 from hetlb.balancer.engines.series_reader import MOST_SERIES as MOST_SERIES
 from hetlb.balancer.engines.series_reader import START_BYTES, Series, SeriesReader, labels_of

@@ -10,7 +10,7 @@ from errno import ECONNREFUSED
 from functools import lru_cache
 from typing import Any, Final
 
-from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.engines.engine_tables import LLAMA_CPP, SGLANG, TABLES, VLLM
 from hetlb.errors import reason_of
 from hetlb.served_models import version_numbers

@@ -18,12 +18,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from hetlb.balancer.config.profile_writer import write_host
+from hetlb.balancer.core.facts import InstanceChange, InstanceUpdated, SpeedTried
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated, SpeedTried
+from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.engines.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
-from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.engines.upstream import UnansweredError
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import reason_of

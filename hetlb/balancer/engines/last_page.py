@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.engines.engine_metrics import EnginePage
 
 #: Maximum bytes and lines of a page that is held until its end: longer ones are read whole, as they come.

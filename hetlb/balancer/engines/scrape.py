@@ -23,27 +23,23 @@ from urllib.parse import urlsplit
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable, ScrapeTable
 from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import (
-    AdminState,
-    Capacity,
+from hetlb.balancer.core.facts import (
     CapacityLearned,
     EngineSample,
-    Health,
     InstanceChange,
     ModelsLearned,
     Probed,
     ProbeResult,
 )
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import AdminState, Capacity, Health
 from hetlb.balancer.engines.engine_pools import EnginePool
 from hetlb.balancer.engines.engine_tables import PAGES
 from hetlb.balancer.engines.last_page import MAX_HELD_BYTES, LastPage, NextPage
 from hetlb.balancer.engines.rounds import MOST_LOOKS, Looked, Rounds
-from hetlb.balancer.engines.upstream import TOO_LONG, SideCall
+from hetlb.balancer.engines.upstream import MAX_PAGE_BYTES, TOO_LONG, UnansweredError, answer_of
 from hetlb.balancer.exchange import ends
-from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import visible
 from hetlb.logs import escape
@@ -57,8 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.scrape")
 
-#: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
-MAX_PAGE_BYTES: Final = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 MAX_METRICS_BYTES = 64 << 20
 #: Seconds until an engine is asked again whose page is too large, or that has none.
@@ -86,54 +80,8 @@ _NO_LIST: Final = "its /v1/models is no list of models"
 _RANK_VERSION: Final = (0, 12)
 
 
-class UnansweredError(Exception):
-    """An engine did not answer a request of hetlb's own. `error`: why no connection was made."""
-
-    def __init__(self, end: End, detail: str, error: OSError | None) -> None:
-        super().__init__(detail)
-        self.end = end
-        self.detail = detail
-        self.error = error
-
-
 class _TooLargeError(Exception):
     """A page beyond its limit."""
-
-
-async def answer_of(
-    pool: EnginePool,
-    head: bytes,
-    body: bytes = b"",
-    *,
-    feed: Callable[[bytes], None] | None = None,
-    most_bytes: int = MAX_PAGE_BYTES,
-    held_bytes: int = 0,
-) -> tuple[int, bytes]:
-    """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
-
-    Raises `UnansweredError`.
-    """
-    # No cycle of the call, the page that it feeds, and frames of an error: garbage is collected seldom.
-    answer: asyncio.Future[tuple[int, bytes] | tuple[End, str]] = asyncio.get_running_loop().create_future()
-
-    def done(head: ResponseHead, body: bytes) -> None:
-        if not answer.done():
-            answer.set_result((head.status, body))
-
-    def failed(end: End, detail: str) -> None:
-        if not answer.done():
-            answer.set_result((end, detail))
-
-    call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes, held_bytes=held_bytes)
-    call.send()
-    try:
-        found = await answer
-    except BaseException:
-        call.abort()
-        raise
-    if isinstance(found[1], str):
-        raise UnansweredError(*found, call.error)
-    return found
 
 
 class EngineWatch:

@@ -29,6 +29,8 @@ MAX_INTERIM_ANSWERS: Final = 16
 TURN_BYTES: Final = 16 << 10
 #: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
 _LARGE_READ_BYTES: Final = 64 << 10
+#: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
+MAX_PAGE_BYTES: Final = 1 << 20
 #: Maximum bytes of the answer to a request of the proxy's own, and what a longer one fails with.
 _MAX_ANSWER_BYTES: Final = 4 << 20
 TOO_LONG: Final = "its answer is too long"
@@ -520,3 +522,49 @@ class SideCall(Carried):
             self._on_fault(error)
         else:
             self._failed(ends.FAULT, str(error))
+
+
+class UnansweredError(Exception):
+    """An engine did not answer a request of hetlb's own. `error`: why no connection was made."""
+
+    def __init__(self, end: End, detail: str, error: OSError | None) -> None:
+        super().__init__(detail)
+        self.end = end
+        self.detail = detail
+        self.error = error
+
+
+async def answer_of(
+    pool: EnginePool,
+    head: bytes,
+    body: bytes = b"",
+    *,
+    feed: Callable[[bytes], None] | None = None,
+    most_bytes: int = MAX_PAGE_BYTES,
+    held_bytes: int = 0,
+) -> tuple[int, bytes]:
+    """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
+
+    Raises `UnansweredError`.
+    """
+    # No cycle of the call, the page that it feeds, and frames of an error: garbage is collected seldom.
+    answer: asyncio.Future[tuple[int, bytes] | tuple[End, str]] = asyncio.get_running_loop().create_future()
+
+    def done(head: ResponseHead, body: bytes) -> None:
+        if not answer.done():
+            answer.set_result((head.status, body))
+
+    def failed(end: End, detail: str) -> None:
+        if not answer.done():
+            answer.set_result((end, detail))
+
+    call = SideCall(pool, head, body, done, failed, feed=feed, most_bytes=most_bytes, held_bytes=held_bytes)
+    call.send()
+    try:
+        found = await answer
+    except BaseException:
+        call.abort()
+        raise
+    if isinstance(found[1], str):
+        raise UnansweredError(*found, call.error)
+    return found

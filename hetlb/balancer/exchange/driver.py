@@ -7,7 +7,6 @@ counted and logged many at once while others are open (`settle`), and before the
 from __future__ import annotations
 
 import asyncio
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
@@ -234,28 +233,6 @@ class Driver:
     def totals(self) -> Totals:
         self.settle()
         return self.counted
-
-    def tokens_at(self) -> dict[str, float]:
-        """Return the time of the newest part of a stream, by instance with streams."""
-        found: dict[str, float] = {}
-        for exchange in self.exchanges.values():
-            lease = exchange.record.lease
-            if lease is not None and exchange.phase is Phase.STREAMING and exchange.attempt.owes.computed:
-                at = exchange.attempt.token_at(exchange.since)
-                if at > found.get(lease.instance, -math.inf):
-                    found[lease.instance] = at
-        return found
-
-    def token_at(self, lease: Lease) -> float:
-        """Return the time of the newest part of a stream; infinite if its client does not read it."""
-        exchange = self.exchanges.get(lease.request.id)
-        if (
-            exchange is None
-            or exchange.record.lease is not lease
-            or exchange.response.paused_since is not None
-        ):
-            return math.inf
-        return exchange.attempt.token_at(exchange.since)
 
     def tokens_so_far(self, lease: Lease) -> int:
         """Return the output tokens of a lease: all of them, or the tokens until now."""

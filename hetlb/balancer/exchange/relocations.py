@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.instance import NOTICE_MARGIN_S
+from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Lease, LeaseId, Outcome
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
@@ -61,13 +61,13 @@ class Relocations:
         if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
             unread = [(lease.id, driver.features(lease)) for lease in scheduler.failover.unread(now)]
             still: Sequence[LeaseId] = ()
-            if any(each.misses for each in scheduler.instances):
+            if any(map(_misses, scheduler.instances)):
                 from hetlb.balancer.core.evidence import missing
 
-                still = missing.still(scheduler.instances, driver.token_at, now)
-            tokens_at, lag_s = driver.tokens_at(), round(driver.counted.recent.lag_s, 2)
+                still = missing.still(scheduler.instances, lambda lease: _token_at(driver, lease), now)
+            newest, lag_s = tokens_at(driver), round(driver.counted.recent.lag_s, 2)
             commands = scheduler.on_sweep(
-                tokens_at, now, by_counters=self._by_counters, features=unread, still=still, lag_s=lag_s
+                newest, now, by_counters=self._by_counters, features=unread, still=still, lag_s=lag_s
             )
             self._carry_out(commands)
         self._tell_stalls(now)
@@ -135,6 +135,32 @@ def move_all_away(driver: Driver, now: float) -> None:
     for each in driver.scheduling.fleet.targets():
         if each.leaves_at is not None:
             move_away(driver, each.name, each.leaves_at, now)
+
+
+def _misses(instance: Instance) -> bool:
+    """Return True if an engine reported fewer requests than it has now."""
+    sample = instance.sample
+    return sample is not None and instance.sequences > (sample.running or 0) + (sample.waiting or 0)
+
+
+def tokens_at(driver: Driver) -> dict[str, float]:
+    """Return the time of the newest part of a stream, by instance with streams."""
+    found: dict[str, float] = {}
+    for exchange in driver.exchanges.values():
+        lease = exchange.record.lease
+        if lease is not None and exchange.phase is Phase.STREAMING and exchange.attempt.owes.computed:
+            at = exchange.attempt.token_at(exchange.since)
+            if at > found.get(lease.instance, -math.inf):
+                found[lease.instance] = at
+    return found
+
+
+def _token_at(driver: Driver, lease: Lease) -> float:
+    """Return the time of the newest part of a stream; infinite if its client does not read it."""
+    exchange = driver.exchanges.get(lease.request.id)
+    if exchange is None or exchange.record.lease is not lease or exchange.response.paused_since is not None:
+        return math.inf
+    return exchange.attempt.token_at(exchange.since)
 
 
 def move_away(driver: Driver, name: str, gone_at: float, now: float) -> None:

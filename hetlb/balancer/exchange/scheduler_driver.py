@@ -15,24 +15,26 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.clients.limiters import Limiters
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    EngineSample,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,
     AdminState,
-    AdminStateSet,
     Command,
     Dispatch,
-    EngineSample,
     Health,
     HealthChanged,
-    InstanceAdded,
-    InstanceChange,
-    InstanceRemoved,
     Lease,
     Outcome,
     PassOn,
-    Probed,
-    ProbeResult,
     Reject,
     RejectReason,
     Request,
@@ -40,7 +42,7 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.exchange.driver_timers import DrainRate
 from hetlb.balancer.exchange.guard import policy_failed
-from hetlb.balancer.exchange.relocations import Relocations
+from hetlb.balancer.exchange.relocations import Relocations, tokens_at
 from hetlb.balancer.exchange.served_fleet import ServedFleet
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
@@ -206,7 +208,7 @@ class SchedulerDriver:
         driver = self.driver
         now = driver.now()
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
-            if now - driver.tokens_at().get(change.name, -math.inf) < _EMITS_S:
+            if now - tokens_at(driver).get(change.name, -math.inf) < _EMITS_S:
                 return  # busy, not dead: its probes wait behind its work
             if driver.stalls.since(now - self.probe_timeout_s):
                 return  # the probe may have been answered while this process stood still

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Final
 from hetlb.balancer.clients.access import Access, EngineAccess
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import InstanceTable
-from hetlb.balancer.core.types import (
-    AdminState,
+from hetlb.balancer.core.facts import (
     AdminStateSet,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
-    InstanceSpec,
     InstanceUpdated,
 )
+from hetlb.balancer.core.types import AdminState, InstanceSpec
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.events import Event, tell

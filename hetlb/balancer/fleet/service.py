@@ -28,10 +28,10 @@ from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.facts import AdminStateSet, ModelsPromised
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import AdminStateSet, ModelsPromised
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import WakeTable
-from hetlb.balancer.core.types import Command, Request, SleepSet
+from hetlb.balancer.core.facts import SleepSet
+from hetlb.balancer.core.types import Command, Request
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 
 

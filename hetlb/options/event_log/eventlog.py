@@ -15,6 +15,17 @@ from typing import Any, Final, get_args
 
 from hetlb.balancer.core.block_index import KINDS, KvEventBatch
 from hetlb.balancer.core.evidence.table import HealthParams
+from hetlb.balancer.core.facts import (
+    AdminStateSet,
+    CapacityLearned,
+    EngineHistory,
+    EngineSample,
+    InstanceAdded,
+    InstanceChange,
+    InstanceUpdated,
+    Probed,
+    ProbeResult,
+)
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
@@ -36,29 +47,20 @@ from hetlb.balancer.core.step_times import (
 )
 from hetlb.balancer.core.types import (
     AdminState,
-    AdminStateSet,
     CanarySide,
     Capacity,
-    CapacityLearned,
     Command,
     Connector,
     Dispatch,
-    EngineHistory,
-    EngineSample,
     Health,
     HealthChanged,
     Hold,
-    InstanceAdded,
-    InstanceChange,
     InstanceSpec,
-    InstanceUpdated,
     KvLink,
     Lease,
     LeaseId,
     Outcome,
     Places,
-    Probed,
-    ProbeResult,
     Reject,
     Request,
     RequestId,

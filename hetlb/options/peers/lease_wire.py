@@ -167,7 +167,7 @@ class WireKept(msgspec.Struct, array_like=True, tag=8, gc=False, frozen=True):
 
 
 class WireSlept(msgspec.Struct, array_like=True, tag=9, gc=False, frozen=True):
-    """An instance falls asleep or wakes up: the fields of a `core.types.SleepSet`."""
+    """An instance falls asleep or wakes up: the fields of a `core.facts.SleepSet`."""
 
     instance: _Name
     reason: _Name

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hetlb.balancer.core.types import SleepSet
+from hetlb.balancer.core.facts import SleepSet
 from hetlb.balancer.fleet.shared_fleet import SleepWatch
 from hetlb.options.peers.hub import locked
 from hetlb.options.peers.lease_wire import PeerChange, WireSlept

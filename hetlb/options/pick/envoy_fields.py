@@ -1,7 +1,6 @@
 """Fields of Envoy's messages: heads of requests and answers as the proxy reads them, and metadata."""
 
 from __future__ import annotations
-from typing import Final
 
 from typing import Any, Final
 

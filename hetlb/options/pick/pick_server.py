@@ -30,9 +30,9 @@ from hetlb.files import content, readable_name
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
+from hetlb.options.pick.envoy_fields import FAIRNESS
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream import PickerState
-from hetlb.options.pick.envoy_fields import FAIRNESS
 from hetlb.watched_files import FileStates
 
 logger = logging.getLogger("hetlb.pick")

@@ -31,9 +31,9 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.options.pick import envoy_fields, messages
 from hetlb.options.pick import stream_states as rows
+from hetlb.options.pick.envoy_fields import TenantNames
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream_states import StreamState
-from hetlb.options.pick.envoy_fields import TenantNames
 
 logger = logging.getLogger("hetlb.pick")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.learning import learn_prefill
 from hetlb.balancer.core.ledger import nearest
@@ -20,7 +21,6 @@ from hetlb.balancer.core.types import (
     HAND_OVER,
     Command,
     Dispatch,
-    EngineSample,
     Health,
     Hold,
     Lease,

@@ -13,8 +13,8 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance import MAX_WORKLOAD_S, Instance
-from hetlb.balancer.core.policies.base import Choice, Policy
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Choice, Policy, paper_work
 from hetlb.balancer.core.policies.hetlb import Evaluation, Hetlb
 from hetlb.balancer.core.policies.score_terms import FINISH_INDEX
 from hetlb.balancer.core.policies.sight import ROOM, SchedulingContext, Sight, foreseen
@@ -78,7 +78,7 @@ def choose_pair(
     if whole is None:
         unsplit = pair is not None or pairs.restrained
         return unsplit_choice(lambda: pairs.candidates(None)) if unsplit else None
-    work_s = instances[whole.index].paper_work(ctx.request, ctx.predicted_output)[2]
+    work_s = paper_work(instances[whole.index], ctx.request, ctx.predicted_output)[2]
     return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from hetlb.balancer.config.fleet_tables import WakeCommands, WakeTable
 from hetlb.balancer.engines.engine_pools import EnginePool
-from hetlb.balancer.engines.scrape import UnansweredError, answer_of
+from hetlb.balancer.engines.upstream import UnansweredError, answer_of
 
 #: Seconds between questions whether a server is awake.
 _LOOK_S: Final = 0.25

@@ -19,11 +19,12 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.config.fleet_tables import WakeTable
+from hetlb.balancer.core.facts import InstanceChange, SleepSet
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.resend_budget import Resends
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
-from hetlb.balancer.core.types import Health, InstanceChange, SleepSet
+from hetlb.balancer.core.types import Health
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
 from hetlb.balancer.fleet.shared_fleet import Right
 from hetlb.balancer.telemetry.events import Event, Rarely, tell

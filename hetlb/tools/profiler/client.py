@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.balancer.core.facts import EngineSample
+from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of, parse
 from hetlb.balancer.engines.engine_mistakes import is_hetlb, no_answer_at
 from hetlb.errors import HetlbError, InputError, reason_of

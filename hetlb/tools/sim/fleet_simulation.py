@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.facts import EngineSample, ModelsLearned
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
@@ -24,9 +25,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
     Command,
     Dispatch,
-    EngineSample,
     HealthChanged,
-    ModelsLearned,
     Outcome,
     Reject,
     RejectReason,

@@ -18,11 +18,10 @@ from hetlb.balancer.core.evidence.evidence import Evidence
 from hetlb.balancer.core.types import Health
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.calls import receive
-from hetlb.options.pick.envoy_fields import MalformedMessage
+from hetlb.options.pick.envoy_fields import MAX_NAMES, MalformedMessage
 from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream import HttpStream, PickerState
-from hetlb.options.pick.envoy_fields import MAX_NAMES
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: The messages of a request and its answer, as Envoy sends them.

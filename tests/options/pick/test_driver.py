@@ -9,16 +9,8 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    Dispatch,
-    EngineSample,
-    Outcome,
-    Places,
-    Request,
-)
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample
+from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, Outcome, Places, Request
 from hetlb.balancer.exchange.driver_timers import StallWatch
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.pick_driver import MOST_RANKED_INSTANCES, PickDriver

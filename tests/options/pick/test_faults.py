@@ -24,7 +24,8 @@ from helpers import HANG_S, free_port, turns_until
 from options.pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, answer, rig
 from proxy.upstreams import DONE, TOKEN
 
-from hetlb.balancer.core.types import Capacity, CapacityLearned
+from hetlb.balancer.core.facts import CapacityLearned
+from hetlb.balancer.core.types import Capacity
 from hetlb.build import compiled
 
 pytestmark = pytest.mark.envoy

@@ -16,7 +16,8 @@ from helpers import turns_until
 from options.pick.rig import GATEWAY_API, STATIC, Envoy, Rig, rig, stream
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
+from hetlb.balancer.core.facts import AdminStateSet, CapacityLearned
+from hetlb.balancer.core.types import AdminState, Capacity, Request
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.options.pick.calls import ProcessCall
 from hetlb.options.pick.stream import HttpStream

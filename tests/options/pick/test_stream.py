@@ -28,9 +28,9 @@ from proxy.upstreams import PLAIN_BODY
 
 from hetlb.options.pick import messages, stream_states
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, is_body
+from hetlb.options.pick.envoy_fields import FAIRNESS, MAX_NAMES, OTHERS, TenantNames
 from hetlb.options.pick.messages import BUFFERED, FULL_DUPLEX, STREAMED
 from hetlb.options.pick.stream_states import StreamState
-from hetlb.options.pick.envoy_fields import FAIRNESS, MAX_NAMES, OTHERS, TenantNames
 
 
 def test_every_state_of_a_stream_is_reached_and_left() -> None:

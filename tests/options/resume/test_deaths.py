@@ -15,7 +15,8 @@ from options.resume.test_resume_bounds import event
 from proxy.test_proxying import Start
 from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
 
-from hetlb.balancer.core.types import Lease, Probed, ProbeResult
+from hetlb.balancer.core.facts import Probed, ProbeResult
+from hetlb.balancer.core.types import Lease
 from hetlb.balancer.core.types import Request as CoreRequest
 from hetlb.options.resume.resumed import Deaths
 

@@ -18,14 +18,8 @@ from helpers import HANG_S, turns_until
 from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
 
-from hetlb.balancer.core.types import (
-    AdminState,
-    AdminStateSet,
-    Capacity,
-    EngineSample,
-    InstanceAdded,
-    Outcome,
-)
+from hetlb.balancer.core.facts import AdminStateSet, EngineSample, InstanceAdded
+from hetlb.balancer.core.types import AdminState, Capacity, Outcome
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.options.resume.continuation import MAX_FRUITLESS_LEASES
 from hetlb.tools.emulator import EmulatedEngine

@@ -16,7 +16,8 @@ from proxy.test_proxying import Start
 from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
+from hetlb.balancer.core.facts import AdminStateSet, CapacityLearned
+from hetlb.balancer.core.types import AdminState, Capacity
 from hetlb.balancer.exchange.exchange import EngineRequest
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import RequestHead

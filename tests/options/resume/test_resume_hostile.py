@@ -14,7 +14,8 @@ from options.resume.test_resume import proxied
 from proxy.test_proxying import Start
 from proxy.upstreams import LAST, SSE_HEAD, Upstream, Visit, chunk
 
-from hetlb.balancer.core.types import Capacity, CapacityLearned
+from hetlb.balancer.core.facts import CapacityLearned
+from hetlb.balancer.core.types import Capacity
 
 #: Streams of one fleet, and fleets.
 STREAMS, FLEETS = 8, 8

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers import FAST, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import InstanceRemoved, Probed, ProbeResult
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.hetlb import Evaluation
@@ -18,13 +19,10 @@ from hetlb.balancer.core.types import (
     Capacity,
     Connector,
     Dispatch,
-    InstanceRemoved,
     InstanceSpec,
     KvLink,
     Lease,
     Outcome,
-    Probed,
-    ProbeResult,
     Reject,
     Request,
     Role,

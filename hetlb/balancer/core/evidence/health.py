@@ -9,8 +9,9 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.evidence import table
+from hetlb.balancer.core.facts import ProbeResult
 from hetlb.balancer.core.state_transition import Transition
-from hetlb.balancer.core.types import Health, ProbeResult
+from hetlb.balancer.core.types import Health
 
 #: Relative variation of the duration of an ejection; ejections of which the times are kept.
 EJECTION_JITTER_SHARE: Final = 0.2

@@ -9,18 +9,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foreseen
-from hetlb.balancer.core.types import Candidate
+from hetlb.balancer.core.types import Candidate, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.queue import Queued
     from hetlb.balancer.core.ready import Choices
+
+
+#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
+MAX_WORKLOAD_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Policy:
         # The ledger stays meaningful when the policy is switched.
         workload = candidates[index].workload
         if workload is None:
-            workload = instances[index].paper_work(ctx.request, ctx.predicted_output)[2]
+            workload = paper_work(instances[index], ctx.request, ctx.predicted_output)[2]
         return Choice(index, workload, lambda: candidates, foreseen(ctx, instances[index]))
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
@@ -126,3 +131,17 @@ def best(candidates: Sequence[Candidate]) -> int | None:
         if candidate.eligible and (index is None or candidate.score < candidates[index].score):
             index = i
     return index
+
+
+def paper_work(instance: Instance, request: Request, predicted: float) -> tuple[int, float, float]:
+    """Return ideal batch, processing time and work in seconds (booked in the ledger) of a request.
+
+    Xiong et al., arXiv 2504.15303: `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b.
+    Data-parallel engines run a batch each: T is divided by their number.
+    """
+    prompt, engines = request.prompt_tokens, instance.engines
+    cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+    batch = ideal_batch(cache, instance.needed(prompt + predicted), 0.0, slots)
+    t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
+    work_s = t_s * request.sequences
+    return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import ClassVar, Final
 
-from hetlb.balancer.core.instance import MAX_WORKLOAD_S, Instance
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
-from hetlb.balancer.core.policies.base import Policy, PolicyParams
+from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Policy, PolicyParams
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.types import Candidate, Request
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.balancer.core.policies.base import paper_work
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights
 from hetlb.balancer.core.policies.sight import (
     HELD,
@@ -25,7 +26,7 @@ FULL: Final = "full"
 
 def candidate_of(ctx: SchedulingContext, each: Sight, weights: Weights) -> Candidate:
     """Return a rated instance. It may have changed meanwhile: only constants are read."""
-    batch, t_s, workload = each.instance.paper_work(ctx.request, ctx.predicted_output)
+    batch, t_s, workload = paper_work(each.instance, ctx.request, ctx.predicted_output)
     return Candidate(
         instance=each.instance.name,
         score=each.score,
@@ -44,7 +45,7 @@ def candidate_of(ctx: SchedulingContext, each: Sight, weights: Weights) -> Candi
 def _reason(ctx: SchedulingContext, each: Sight) -> str:
     state, restraints = each.state, ctx.restraints
     if state == NO_SLOT:
-        few = "" if each.instance.explored else ", few until its speed is known"
+        few = "" if each.instance.exploring is None else ", few until its speed is known"
         return f"{FULL}: every slot is taken{few}"
     if state == UNREAD:
         return f"{FULL}: it has more prompts to read than it reads soon"

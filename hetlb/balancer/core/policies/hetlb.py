@@ -25,7 +25,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
+from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
 from hetlb.balancer.core.policies.candidates import candidate_of
 from hetlb.balancer.core.policies.rules import (
     end_burst,
@@ -243,7 +243,7 @@ class Hetlb(Policy):
             other = evaluation.best(among)
             if other is not None and other.score <= (1.0 + places.preferred_within) * found.score:
                 found = other
-        work_s, forecast = found.instance.paper_work(ctx.request, ctx.predicted_output)[2], found
+        work_s, forecast = paper_work(found.instance, ctx.request, ctx.predicted_output)[2], found
         if ctx.held is not None and ctx.held.paid_tokens(found.instance.tree.cache_id) > 0.0:
             ctx.shares = False  # the request waits for all of its prompt
             forecast = foreseen(ctx, found.instance)

@@ -190,7 +190,8 @@ class Sight:
         """Return the state of an instance that is not empty: it needs a slot and KV cache."""
         seen, instance, load = self.seen, self.instance, self.load
         own = seen.running - instance.foreign
-        few = not instance.explored and own >= instance.explored_sequences(ctx.now)
+        exploring = instance.exploring
+        few = exploring is not None and own >= exploring.sequences(instance.leases, ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
         sequences = seen.running + ctx.request.sequences
