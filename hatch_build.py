@@ -46,7 +46,7 @@ COMPILED = (
     *(
         f"balancer/engines/{name}.py"
         for name in (
-            "engine_metrics", "engine_pools", "engine_tables", "last_page", "series_reader", "upstream",
+            "engine_metrics", "engine_pools", "engine_tables", "last_page", "upstream",
         )
     ),
     *(
@@ -58,7 +58,7 @@ COMPILED = (
     ),
     *(
         f"balancer/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "recent", "request_record")
+        for name in ("access_log", "counters", "recent", "request_record")
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
@@ -72,7 +72,7 @@ COMPILED = (
     *(
         f"tools/sim/{name}.py"
         for name in (
-            "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
+            "block_pool", "decode_batch", "engine_limits", "engine_model",
             "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights",
             "iteration_times",
             "kv_blocks",

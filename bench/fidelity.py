@@ -40,8 +40,8 @@ import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
 from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, Request
 from hetlb.options.event_log.eventlog import Replay, decode_setup, read_value
 from hetlb.tools.loadtest.processes import helper_processes

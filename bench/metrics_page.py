@@ -29,10 +29,10 @@ from rich.table import Table
 
 from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.core.facts import EngineSample
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, Outcome, Request
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import Totals

@@ -14,10 +14,10 @@ import sys
 import time
 from collections import deque
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 from hetlb.build import compiled
 from hetlb.options.peers import peer_messages

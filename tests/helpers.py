@@ -16,12 +16,12 @@ from typing import Any
 from hypothesis import settings
 
 from hetlb.balancer.core.evidence.table import HealthParams
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue, Queued, QueueKey, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Places, Request
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.options.split.hand_overs import HandOvers

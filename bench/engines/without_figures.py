@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from hetlb.balancer.core.facts import EngineSample
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

@@ -26,8 +26,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import make_plan
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS, Row
 
 #: Columns of an engine, by the series of vLLM's metrics page.
 OUTPUT_TOKENS, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"

@@ -14,16 +14,16 @@ from typing import Any
 from fleets import Fleet
 from traffic import TRAFFIC, WARM_UP, rows_of, some_rows
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, InstanceSpec
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.records import summarize
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS
 
 #: Policy by router, where the scheduler is hetlb's and knows the true profiles.
 POLICIES = {"hetlb": "hetlb", "hetlb-lmetric": "lmetric"}

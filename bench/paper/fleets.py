@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 
 from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.common.plan_tables import Machine, Model

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 
 BATCH = 100

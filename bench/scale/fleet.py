@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, InstanceSpec
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

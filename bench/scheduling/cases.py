@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.profiler.fit import Point, StepKind, fit
 from hetlb.tools.sim.engine_limits import EngineLimits

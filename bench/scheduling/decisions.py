@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from cases import FLEETS, MODEL, Lab
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Request
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 

@@ -26,9 +26,9 @@ from typing import Any, Final
 from cases import FLEETS, L8, L70, MODEL, Kind, Lab
 from measure import _good, _sources, held_out_fleets
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_simulation import FleetSimulation

@@ -32,18 +32,17 @@ from generated_traffic import Lengths
 
 from hetlb.balancer.config.gpus import latency_of
 from hetlb.balancer.core.facts import EngineHistory, EngineSample
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS, Row
 from hetlb.tools.workload.trace_formats import read_trace
 
 OTHERS: Final = ("paper", "lmetric", "lmetric-speed", "least-requests", "prefix")

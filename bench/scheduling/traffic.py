@@ -24,10 +24,10 @@ import generated_traffic as generate
 from generated_traffic import AgentTree, Lengths
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, InstanceSpec
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.engine_limits import EngineLimits
@@ -35,9 +35,8 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.records import percentile
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS, Row
 from hetlb.tools.workload.trace_formats import read_trace
 
 OTHERS = ("paper", "least-requests", "p2c", "peak-ewma", "least-kv", "wrr", "prefix", "session")

@@ -31,8 +31,8 @@ from hetlb.balancer.config.profile_file import (
     Profile,
     load_profile,
 )
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Connector, Health, InstanceSpec, KvLink, Role
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

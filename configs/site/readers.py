@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hetlb import files
 from hetlb.balancer.admin import admin
 from hetlb.balancer.clients import access, prompt_keys
-from hetlb.balancer.engines import scrape, series_reader, upstream
+from hetlb.balancer.engines import last_page, scrape, upstream
 from hetlb.balancer.http import http1, multipart, sse, transfer_fields
 from hetlb.cli import adminclient
 from hetlb.inputs import yaml_file
@@ -19,7 +19,7 @@ from hetlb.options.kv_events import kv_events, zmtp
 from hetlb.options.peers import peer_messages, redis_transport
 from hetlb.options.resume import continuation, progress
 from hetlb.tools.models import expressions
-from hetlb.tools.openai import answer_events
+from hetlb.tools.openai import answers
 from hetlb.tools.stage import stage_messages
 from hetlb.tools.workload import input_limit, record_file
 
@@ -124,8 +124,8 @@ READERS = (
     Reader(
         "metrics page",
         "an engine",
-        f"{size(scrape.MAX_METRICS_BYTES)}, {size(series_reader.MAX_LINE_BYTES)} a line, "
-        f"{series_reader.MOST_SERIES:,} lines of a metric, {size(series_reader.MAX_LABEL_BYTES)} of labels",
+        f"{size(scrape.MAX_METRICS_BYTES)}, {size(last_page.MAX_LINE_BYTES)} a line, "
+        f"{last_page.MOST_SERIES:,} lines of a metric, {size(last_page.MAX_LABEL_BYTES)} of labels",
         "that line is not read; of a larger page none, for a minute",
         ("metrics page",),
     ),
@@ -232,7 +232,7 @@ READERS = (
     Reader(
         "answers under `hetlb bench`",
         "a server",
-        f"{size(answer_events.MAX_EVENT_BYTES)} an event",
+        f"{size(answers.MAX_EVENT_BYTES)} an event",
         "a failed request",
         ("answers of a server",),
     ),
@@ -267,14 +267,14 @@ MODULES = {
     "keys and certificates; other files read whole; headers of weights": "files watched_files "
     "balancer/clients/access balancer/clients/certificates balancer/config/fleet_parts "
     "options/pick/pick_server "
-    "tools/models/weights_file tools/plan/throughput tools/profiler/sample_file tools/stage/auth "
+    "tools/models/weights_file tools/plan/throughput tools/profiler/sample_file tools/stage/stage_channel "
     "tools/stage/checkpoint tools/stage/text cli/stage",
     "event logs": "cli/request_files options/event_log/eventlog tools/paths/path_scheduler",
     "messages of peers over a hub or Valkey": "options/peers/peer_messages",
     "replies of a Valkey or Redis server": "options/peers/redis_transport",
     "frames of stages": "tools/stage/stage_messages",
     "requests of Envoy": "options/pick/messages",
-    "answers under `hetlb bench`": "tools/openai/answer_events tools/openai/requests",
+    "answers under `hetlb bench`": "tools/openai/answers tools/openai/requests",
     "": "balancer/admin/dashboard/pages/__init__ cli/schema options/peers/control options/peers/supervisor "
     "options/peers/worker_service tools/loadtest/processes tools/models/config_keys "
     "tools/plan/common/plan_tables tools/plan/common/quantities",

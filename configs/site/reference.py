@@ -32,12 +32,12 @@ from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core import fair_shares, predictor, prefix_index
 from hetlb.balancer.core.evidence import clients, kinds
 from hetlb.balancer.core.evidence import table as evidence_table
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, Health, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
-from hetlb.balancer.engines.series_reader import MOST_SERIES
+from hetlb.balancer.engines.last_page import MOST_SERIES
 from hetlb.balancer.exchange import attempt, ends, exchange_states, kept_places
 from hetlb.balancer.http import (
     error_responses,

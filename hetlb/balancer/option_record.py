@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     )
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.facts import InstanceChange
+    from hetlb.balancer.core.fleet_state import SchedulerSetup
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
-    from hetlb.balancer.core.setup import SchedulerSetup
     from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, MakeSplits
     from hetlb.balancer.exchange.exchange import EngineRequest, Maker

@@ -16,7 +16,7 @@ from hetlb.inputs.urls import check_url
 from hetlb.tools.loadtest.batch_files import BatchJournal, read_jobs
 from hetlb.tools.loadtest.batch_run import BACKGROUND_LANES, LANES, BatchRun
 from hetlb.tools.loadtest.generator import allow_open_files
-from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.tables import Screen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

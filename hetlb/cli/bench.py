@@ -37,20 +37,18 @@ from hetlb.tools.loadtest import result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
 from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
-from hetlb.tools.loadtest.load_plot import write_load_plot
 from hetlb.tools.loadtest.load_result import (
     csv_text,
     default_filename,
     json_text,
     platform_document,
 )
+from hetlb.tools.loadtest.result_tables import write_load_plot
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
-from hetlb.tools.loadtest.screen import Screen
 from hetlb.tools.plots import picture_path
-from hetlb.tools.tables import Console
+from hetlb.tools.tables import Console, Screen
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
-from hetlb.tools.workload.content import block_tokens
-from hetlb.tools.workload.rows import Row, classes_of
+from hetlb.tools.workload.rows import Row, block_tokens, classes_of
 from hetlb.tools.workload.trace_formats import custom_rows, random_rows, read_trace, sharegpt_rows
 
 _DATASETS = ("random", "sharegpt", "custom")

@@ -19,11 +19,10 @@ from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin
-from hetlb.tools.loadtest.generator import LoadProgress, allow_open_files, run_load
+from hetlb.tools.loadtest.generator import allow_open_files, run_load
 from hetlb.tools.loadtest.processes import Helpers, helper_processes
 from hetlb.tools.loadtest.result_tables import percent, runs_table
-from hetlb.tools.loadtest.screen import Screen
-from hetlb.tools.tables import Console
+from hetlb.tools.tables import Console, LoadProgress, Screen
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
 from hetlb.tools.workload.trace_formats import read_trace
 

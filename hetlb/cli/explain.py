@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import best
 from hetlb.balancer.core.policies.baselines import COMBINE_FORMS, paper_terms
@@ -25,7 +26,6 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import foreseen
 from hetlb.balancer.core.ready import least_tokens, with_excluded
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Candidate, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, MOST, add_json, declare, print_document, real, whole

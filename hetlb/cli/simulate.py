@@ -30,7 +30,7 @@ from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, ru
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
 from hetlb.tools.tables import Console, bar
 from hetlb.tools.workload.arrivals import Load
-from hetlb.tools.workload.content import block_tokens
+from hetlb.tools.workload.rows import block_tokens
 from hetlb.tools.workload.trace_formats import read_trace
 
 #: Least requests over all runs that pay for starting another process.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import string
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import rich.console
@@ -15,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from hetlb.errors import visible
+from hetlb.tasks import end
 
 
 def visible_lines(text: str) -> str:
@@ -152,3 +157,71 @@ def plan_progress(words: str) -> Iterator[PlanProgress]:
     console = Console(stderr=True, soft_wrap=True)
     with bar(words, console) as change:
         yield PlanProgress(change, console)
+
+
+_REDRAW_S = 0.25
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """Live counts of a run; a display reads them when it likes."""
+
+    sent: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - self.ended
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.failed
+
+
+class Screen:
+    """Progress of the runs of one command: a bar with live figures, on stderr, on a terminal only.
+
+    Without a viewer (no terminal, or `quiet`) nothing is drawn; warnings are always printed. Drawing is cheap
+    and rare, as it shares a process with the clock of every request.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._live = sys.stderr.isatty() and not quiet
+
+    def say(self, text: str) -> None:
+        if self._live:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line in any case."""
+        with contextlib.suppress(OSError):  # a full disk of a log takes no result away
+            print(text, file=sys.stderr, flush=True)
+
+    @contextlib.asynccontextmanager
+    async def bar(self, label: str, progress: LoadProgress, total: int) -> AsyncIterator[None]:
+        if not self._live:
+            yield
+            return
+        with bar(label) as show:
+            drawing = asyncio.create_task(_draw(show, progress, total))
+            try:
+                yield
+            finally:
+                end(drawing)
+
+
+async def _draw(show: Callable[..., Any], progress: LoadProgress, total: int) -> None:
+    start_s = time.monotonic()
+    while True:
+        await asyncio.sleep(_REDRAW_S)
+        figures = live_figures(progress, time.monotonic() - start_s)
+        show(completed=progress.ended, total=total, note=f"{progress.ended:,}/{total:,}, {figures}")
+
+
+def live_figures(progress: LoadProgress, elapsed_s: float) -> str:
+    parts = [f"{progress.in_flight:,} in flight", f"{progress.output_tokens / elapsed_s:,.0f} tok/s"]
+    if progress.failed:
+        parts.append(f"{progress.failed:,} failed")
+    return ", ".join(parts)

@@ -26,13 +26,13 @@ from hetlb.balancer.core.facts import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.step_times import (
     DecodeTable,
     LaunchTime,

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from hetlb.balancer.core.evidence.clients import ClientAnswers
-from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.evidence.room import BUSY_CAP_S, FORGOTTEN_S
+from hetlb.balancer.core.evidence.evidence import BUSY_CAP_S, FORGOTTEN_S, Evidence
 from hetlb.balancer.core.evidence.table import LIMIT_S
 from hetlb.balancer.core.types import Health
 

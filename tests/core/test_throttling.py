@@ -7,7 +7,7 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.evidence.room import BUSY_CAP_S
+from hetlb.balancer.core.evidence.evidence import BUSY_CAP_S
 from hetlb.balancer.core.evidence.table import MOST_PAUSE_S, HealthParams
 from hetlb.balancer.core.facts import (
     AdminStateSet,

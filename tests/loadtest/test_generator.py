@@ -15,8 +15,9 @@ from helpers import HANG_S
 from loadtest.stub import Call, stub
 
 from hetlb.tools.loadtest.bodies import RequestBodies
-from hetlb.tools.loadtest.generator import LoadInterruptedError, LoadProgress, run_load
+from hetlb.tools.loadtest.generator import LoadInterruptedError, run_load
 from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.tables import LoadProgress
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
 from hetlb.tools.workload.records import RequestResult
 from hetlb.tools.workload.rows import Row

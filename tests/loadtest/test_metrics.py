@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.tools.loadtest.load_plot import write_load_plot
 from hetlb.tools.loadtest.load_result import LoadResult, peak_concurrency
-from hetlb.tools.loadtest.result_tables import latency_table
+from hetlb.tools.loadtest.result_tables import latency_table, write_load_plot
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 from hetlb.tools.workload.rows import Row

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.tools.loadtest.generator import LoadProgress
-from hetlb.tools.loadtest.screen import Screen, live_figures
+from hetlb.tools.tables import LoadProgress, Screen, live_figures
 
 
 def test_a_run_so_far_in_a_few_words() -> None:

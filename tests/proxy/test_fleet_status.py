@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from proxy.incidents import Watched
 from proxy.rows import ended
 
-from hetlb.balancer.admin.admin import CauseLog
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
+from hetlb.balancer.admin.rare_causes import CauseLog
 from hetlb.balancer.core.exploration import Exploration
 from hetlb.balancer.core.facts import AdminStateSet, EngineSample, Probed, ProbeResult, SpeedTried
 from hetlb.balancer.core.latency import DEFAULT_LATENCY

@@ -29,8 +29,7 @@ from hetlb.balancer.core.facts import CapacityLearned, EngineSample, InstanceRem
 from hetlb.balancer.core.types import CAUSES, Capacity, Outcome
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
-from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
-from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
+from hetlb.balancer.telemetry.counters import FINE_MS, ITL_S, MAX_MODELS, GapHistogram, Histogram, Totals
 from hetlb.balancer.telemetry.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

@@ -15,9 +15,8 @@ from hetlb.balancer.core.adapters import AdapterLoadTime
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.types import Capacity, Outcome
 from hetlb.cli.main import main
-from hetlb.tools.sim.adapter_slots import LoadedAdapters
 from hetlb.tools.sim.engine_limits import EngineLimits
-from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.engine_sequence import EngineSequence, LoadedAdapters
 from hetlb.tools.sim.fleet_result import FleetResult
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.workload.arrivals import PlannedRequest

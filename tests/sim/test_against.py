@@ -17,10 +17,10 @@ from helpers import examples, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel, scaled
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.balancer.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError

@@ -9,10 +9,10 @@ import pytest
 from generated_traffic import Lengths
 from sim.test_traffic import FAST
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

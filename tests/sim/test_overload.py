@@ -8,10 +8,10 @@ import statistics
 import pytest
 from helpers import FAST, MODEL, spec
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, Outcome
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

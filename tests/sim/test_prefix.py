@@ -19,8 +19,7 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.tools.workload.content import contents_of
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import Row, contents_of
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 

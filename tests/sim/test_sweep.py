@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError
 from hetlb.tools.sim.alone import run_alone

@@ -10,20 +10,19 @@ from typing import Any
 import generated_traffic as generate
 import pytest
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, Outcome
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS, Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 

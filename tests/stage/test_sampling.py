@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.tools.stage.sampling import CannotSample, choose
+from hetlb.tools.stage.runner import CannotSample, choose
 from hetlb.tools.stage.stage_messages import Sampling, pack
 
 LOGITS = np.array([1.0, 3.0, 2.0, 0.0, 2.9], dtype=np.float32)

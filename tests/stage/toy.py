@@ -16,8 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hetlb.tools.stage.batching import StageBlocks, Work
-from hetlb.tools.stage.runner import Result, Sampled
-from hetlb.tools.stage.sampling import choose
+from hetlb.tools.stage.runner import Result, Sampled, choose
 from hetlb.tools.stage.stage_messages import Sampling, Welcome
 from hetlb.tools.stage.worker import StageWorker
 

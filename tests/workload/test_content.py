@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.clients.prompt_keys import FIRST_TOKENS, cuts
-from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import UNSHARED, PromptContent, Row, block_tokens, contents_of
 
 #: A prompt as the choices made on its way down a tree; the name of a span says which way it went.
 PATHS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([100, 256, 700])), min_size=1, max_size=6)

@@ -12,8 +12,7 @@ import generated_traffic as generate
 import pytest
 from generated_traffic import AgentTree, Lengths
 
-from hetlb.tools.workload.content import contents_of
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import Row, contents_of
 
 KINDS: dict[str, Callable[[int, random.Random], list[Row]]] = {
     "independent": generate.independent,

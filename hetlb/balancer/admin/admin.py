@@ -9,31 +9,27 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import logging
-import math
 import re
-from collections.abc import Awaitable, Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Container
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from hetlb.balancer.admin.beliefs import believed
-from hetlb.balancer.admin.causes import CAUSES, StateCause
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
 from hetlb.balancer.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import Dispatch, Lease, pair_name
+from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
-from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import InputError
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
     from hetlb.balancer.admin.dashboard.snapshot import Snapshots
+    from hetlb.balancer.admin.rare_causes import CauseLog
     from hetlb.balancer.fleet.service import FleetService
 
 MAX_BODY_BYTES = 64 << 10
@@ -189,6 +185,7 @@ class AdminApi:
     @cached_property
     def _cause_log(self) -> CauseLog:
         """The causes that last; imported with the first one."""
+        from hetlb.balancer.admin.rare_causes import CauseLog
 
         return CauseLog()
 
@@ -259,6 +256,7 @@ class AdminApi:
         return pools(self.control.scheduler)
 
     def decision(self, dispatch: Dispatch) -> dict[str, Any]:
+        from hetlb.balancer.admin.decisions import decision_summary
 
         return decision_summary(dispatch, self.control.driver.tokens_so_far)
 
@@ -295,6 +293,7 @@ class AdminApi:
         return reply({"usage": usage_document(self.control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
+        from hetlb.balancer.admin.decisions import Wanted, decision_document
 
         control, query = self.control, request.query
         text = query.get("last", "10")
@@ -327,6 +326,7 @@ class AdminApi:
         return reply({"decisions": documents, "clock_s": control.now()})
 
     async def _get_decision(self, request: web.Request) -> web.Response:
+        from hetlb.balancer.admin.decisions import decision_document
 
         number, decisions = int(request.match_info["lease"]), self.control.scheduling.decisions
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
@@ -345,97 +345,3 @@ class AdminApi:
 
 def make_app(control: FleetService, *, alone: bool = False) -> web.Application:
     return AdminApi(control, alone=alone).app()
-
-
-logger = logging.getLogger("hetlb.status")
-#: Seconds between two events of one cause.
-_PAUSE_S: Final = 60.0
-
-
-class CauseLog:
-    """Causes that last, and the times of their last events."""
-
-    def __init__(self) -> None:
-        self._lasting: set[str] = set()
-        self._told_at: dict[str, float] = {}
-
-    def look(self, causes: Sequence[StateCause], now: float) -> None:
-        """Log the begin or the end of causes."""
-        told = [each for each in causes if CAUSES[each.cause].event == Event.CAUSE.event]
-        found = {each.cause: each for each in reversed(told)}
-        for cause in self._lasting - found.keys():
-            self._lasting.remove(cause)
-            tell(logger, Event.CAUSE_OVER, "%s is over", cause, cause=cause)
-        for cause, each in found.items():
-            if cause in self._lasting or now - self._told_at.get(cause, -math.inf) < _PAUSE_S:
-                continue
-            self._lasting.add(cause)
-            self._told_at[cause] = now
-            text = each.sentence, each.advice
-            tell(logger, Event.CAUSE, "%s. %s", *text, cause=cause, instance=each.instance)
-
-
-#: Output tokens of a lease, all of them or until now.
-TokensSoFar: TypeAlias = Callable[[Lease], int]
-
-
-def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
-    """Return a decision without its candidates. `lease` is its number, new for every try.
-
-    Times in seconds on the proxy's clock. `output_tokens` count all sequences so far, or in all.
-    """
-    lease = dispatch.lease
-    decode = lease.decode
-    answering = lease if decode is None else decode
-    return {
-        "request_id": dispatch.request_id,
-        "x_request_id": dispatch.label or None,
-        "lease": lease.id,
-        "policy": dispatch.reason,
-        "model": lease.request.model,
-        "prompt_tokens_per_sequence": lease.request.prompt_tokens,
-        "sequences": lease.request.sequences,
-        "predicted_output": answering.predicted_output,
-        "dispatched_at_s": lease.dispatched_at,
-        "output_tokens": tokens_so_far(answering),
-        "ended": answering.ended,
-        "outcome": None if answering.outcome is None else answering.outcome.value,
-        "took_s": None if answering.ended_at is None else answering.ended_at - lease.dispatched_at,
-        "chosen": lease.instance if decode is None else pair_name(lease.instance, decode.instance),
-    }
-
-
-def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
-    """Return one entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
-    return {
-        **decision_summary(dispatch, tokens_so_far),
-        "candidates": [candidate.document() for candidate in dispatch.candidates],
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A filter of decisions; "" and 0 leave out nothing. `outcome` may be `running`."""
-
-    request: str = ""
-    instance: str = ""
-    model: str = ""
-    outcome: str = ""
-    longer_s: float = 0.0
-
-    def fits(self, dispatch: Dispatch, now: float) -> bool:
-        lease = dispatch.lease
-        if self.request and self.request not in (dispatch.label, str(dispatch.request_id)):
-            # With several processes the scheduler knows numbers alone: an id that hetlb made ends in one.
-            made = re.fullmatch("hetlb-[0-9a-f]{8}-([0-9a-f]{1,16})", self.request)
-            if dispatch.label or made is None or int(made[1], 16) != dispatch.request_id:
-                return False
-        if self.instance and lease.instance != self.instance:
-            return False
-        if self.model and lease.request.model != self.model:
-            return False
-        outcome = "running" if lease.outcome is None else lease.outcome.value
-        if self.outcome and outcome != self.outcome:
-            return False
-        end = now if lease.ended_at is None else lease.ended_at
-        return end - lease.dispatched_at >= self.longer_s

@@ -11,7 +11,7 @@ from aiohttp import web
 from hetlb.balancer.admin.admin import AdminApi, reply
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import AdminState
-from hetlb.balancer.fleet.operator_changes import (
+from hetlb.balancer.fleet.shared_fleet import (
     MOST_NOTICE_S,
     Register,
     ReloadFile,

@@ -17,8 +17,6 @@ from hetlb.balancer.admin.causes import (
     in_order,
     listed,
     may_have_one,
-    next_step_of,
-    waiting_words,
     worst,
 )
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
@@ -26,7 +24,6 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.queue import Queued
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.engines.engine_mistakes import START
 from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 
 #: Seconds that ended requests count for.
@@ -136,6 +133,8 @@ def status(
     own = _of_proxy(recent, now, reload_refused)
     causes += own
     if ORDER.index(document["state"]) < ORDER.index(worst(own)):
+        from hetlb.balancer.admin.rare_causes import headline
+
         document["state"], document["advice"] = worst(own), headline(own, 0)
     oldest_at = scheduler.queue.oldest_at()
     document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
@@ -153,6 +152,8 @@ def lasting(scheduler: Scheduler, recent: Recent, now: float, reload_refused: st
             entries = _waiting(scheduler, model)
             found += _causes_of(scheduler, model, instances, able, entries, recent, now)
         elif not any(each.comes for each in instances):
+            from hetlb.balancer.admin.rare_causes import all_down
+
             found.append(all_down(model, instances, 0))
     return in_order(list(dict.fromkeys(found)))
 
@@ -194,9 +195,13 @@ def _of_model(
     total = len(instances)
     coming = [each for each in instances if each.comes]
     if not able and coming:
+        from hetlb.balancer.admin.rare_causes import why_asleep
+
         why, state = why_asleep(coming, waiting, now), State.BUSY if waiting else State.WELL
         return ModelStatus(model, state, 0.0, served, None, "", None, why, total, 0)
     if not able:
+        from hetlb.balancer.admin.rare_causes import all_down
+
         down = all_down(model, instances, waiting)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, down.advice, total, 0, (down,))
     capacity = _capacity(scheduler, model, able)
@@ -213,6 +218,8 @@ def _of_model(
     if state is State.WELL and load >= BUSY_LOAD:
         state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
     elif causes:
+        from hetlb.balancer.admin.rare_causes import headline
+
         advice = headline(causes, waiting)
     else:
         advice = _when_well(able, served, load)
@@ -362,54 +369,3 @@ def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
         it = "its" if len(unknown) == 1 else "their"
         return f"The speed of {listed(unknown)} is assumed until an answer: state {it} gpu in the file."
     return "Nothing to do." if rate or load else "No recent requests."
-
-
-def headline(causes: Sequence[StateCause], waiting: int) -> str:
-    """Return the first cause with its advice; several instances with the same one are listed."""
-    first = causes[0]
-    alike = [each.instance for each in causes if each.cause == first.cause]
-    sentence, advice = first.sentence, first.advice
-    if len(alike) > 1 and first.cause == "dead":
-        sentence = sentence.replace(f"{first.instance} is", f"{listed(alike)} are", 1)
-        advice = advice.replace(START[0], START[1])
-    if not (first.instance and sentence.startswith(first.instance)):
-        sentence = sentence[:1].upper() + sentence[1:]
-    waits = ("long_wait", "saturated")
-    wait = "" if first.cause in waits else waiting_words(waiting)
-    others = {each.cause: each.sentence for each in causes if each.cause not in (first.cause, *waits)}
-    also = f" Also: {next(iter(others.values()))}." if others else ""
-    more = f" And {len(others) - 1} more: `hetlb status --json`." if len(others) > 1 else ""
-    return f"{sentence}. {advice}{wait}{also}{more}"
-
-
-def all_down(model: str, instances: Sequence[Instance], waiting: int) -> StateCause:
-    """Return the cause of a model of which no server takes requests."""
-    why = _why_down(model, instances, waiting)
-    return StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
-
-
-def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
-    """Return why no server of a model takes requests, with the next step."""
-    held = [each.name for each in instances if each.admin is not AdminState.READY]
-    wait = waiting_words(waiting)
-    if len(held) == len(instances):
-        return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
-    dead = [each for each in instances if each.admin is AdminState.READY]
-    if dead[0].sleep.fault:
-        from hetlb.balancer.admin.rare_causes import of_sleep
-
-        found = of_sleep(dead[0])
-        return f"{found.sentence}. {found.advice}{wait}"
-    reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
-    step = next_step_of(dead[0])
-    if len(dead) > 1:
-        step = step.replace(START[0], START[2])
-    verb = "is" if len(dead) == 1 else "are"
-    return f"{listed([each.name for each in dead])} {verb} down{reason}. {step}{wait}"
-
-
-def why_asleep(coming: Sequence[Instance], waiting: int, now: float) -> str:
-    """Return what a model waits for whose servers sleep or wake up."""
-    first = min(coming, key=lambda each: each.sleep.wake_s or 0.0)
-    why = f"{first.name}: {first.sleep.reason} for {now - first.sleep_at:.0f} s."
-    return why + (waiting_words(waiting) or " A request wakes it up.")

@@ -20,8 +20,7 @@ from hetlb.balancer.admin.beliefs import BeliefSource, slots_source
 from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.types import CAUSES, AdminState, Health
 from hetlb.balancer.fleet.service import WorkerState
-from hetlb.balancer.telemetry.counters import ACCOUNT_COUNTS, Totals
-from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
+from hetlb.balancer.telemetry.counters import ACCOUNT_COUNTS, GapHistogram, Histogram, Totals
 from hetlb.build import compiled
 
 if TYPE_CHECKING:

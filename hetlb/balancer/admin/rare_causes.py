@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
 from hetlb.balancer.admin.causes import (
+    CAUSES,
     FAILING_S,
     FRESH_S,
     LEAST_KV_TOKENS,
@@ -13,7 +16,9 @@ from hetlb.balancer.admin.causes import (
     STALE_S,
     WRONG_S,
     StateCause,
+    listed,
     next_step_of,
+    waiting_words,
 )
 from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.evidence.kinds import KindKey, RefusedKind
@@ -23,8 +28,11 @@ from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.speed import SLOW_FACTOR
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.engines.engine_mistakes import REFUSED, small_cache, without_load
+from hetlb.balancer.engines.engine_mistakes import REFUSED, START, small_cache, without_load
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import InstanceShare, Recent
+
+logger = logging.getLogger("hetlb.status")
 
 KEY_ADVICE: Final = "Set api_key_env or api_key_file to its `vllm serve --api-key`."
 #: Share of answers that fail by an engine's doing, and their least number.
@@ -89,6 +97,8 @@ _OWN: Final = {
 RECENT_S: Final = 60.0
 #: Wait of the oldest request, in seconds, that degrades a model.
 LONG_WAIT_S: Final = 5.0
+#: Seconds between two events of one cause.
+_PAUSE_S: Final = 60.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
 HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
@@ -393,3 +403,75 @@ def of_wait(
     elif spare:
         advice = f"Free servers lack KV cache, or a faster one is sooner. Add {more} to shorten the wait."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)
+
+
+def headline(causes: Sequence[StateCause], waiting: int) -> str:
+    """Return the first cause with its advice; several instances with the same one are listed."""
+    first = causes[0]
+    alike = [each.instance for each in causes if each.cause == first.cause]
+    sentence, advice = first.sentence, first.advice
+    if len(alike) > 1 and first.cause == "dead":
+        sentence = sentence.replace(f"{first.instance} is", f"{listed(alike)} are", 1)
+        advice = advice.replace(START[0], START[1])
+    if not (first.instance and sentence.startswith(first.instance)):
+        sentence = sentence[:1].upper() + sentence[1:]
+    waits = ("long_wait", "saturated")
+    wait = "" if first.cause in waits else waiting_words(waiting)
+    others = {each.cause: each.sentence for each in causes if each.cause not in (first.cause, *waits)}
+    also = f" Also: {next(iter(others.values()))}." if others else ""
+    more = f" And {len(others) - 1} more: `hetlb status --json`." if len(others) > 1 else ""
+    return f"{sentence}. {advice}{wait}{also}{more}"
+
+
+def all_down(model: str, instances: Sequence[Instance], waiting: int) -> StateCause:
+    """Return the cause of a model of which no server takes requests."""
+    why = _why_down(model, instances, waiting)
+    return StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
+
+
+def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
+    """Return why no server of a model takes requests, with the next step."""
+    held = [each.name for each in instances if each.admin is not AdminState.READY]
+    wait = waiting_words(waiting)
+    if len(held) == len(instances):
+        return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
+    dead = [each for each in instances if each.admin is AdminState.READY]
+    if dead[0].sleep.fault:
+        found = of_sleep(dead[0])
+        return f"{found.sentence}. {found.advice}{wait}"
+    reason = f" ({dead[0].evidence.health.reason})" if dead[0].evidence.health.reason else ""
+    step = next_step_of(dead[0])
+    if len(dead) > 1:
+        step = step.replace(START[0], START[2])
+    verb = "is" if len(dead) == 1 else "are"
+    return f"{listed([each.name for each in dead])} {verb} down{reason}. {step}{wait}"
+
+
+def why_asleep(coming: Sequence[Instance], waiting: int, now: float) -> str:
+    """Return what a model waits for whose servers sleep or wake up."""
+    first = min(coming, key=lambda each: each.sleep.wake_s or 0.0)
+    why = f"{first.name}: {first.sleep.reason} for {now - first.sleep_at:.0f} s."
+    return why + (waiting_words(waiting) or " A request wakes it up.")
+
+
+class CauseLog:
+    """Causes that last. One is logged as it begins, and once no instance has it."""
+
+    def __init__(self) -> None:
+        self._lasting: set[str] = set()
+        self._told_at: dict[str, float] = {}
+
+    def look(self, causes: Sequence[StateCause], now: float) -> None:
+        """Log the begin or the end of causes."""
+        told = [each for each in causes if CAUSES[each.cause].event == Event.CAUSE.event]
+        found = {each.cause: each for each in reversed(told)}
+        for cause in self._lasting - found.keys():
+            self._lasting.remove(cause)
+            tell(logger, Event.CAUSE_OVER, "%s is over", cause, cause=cause)
+        for cause, each in found.items():
+            if cause in self._lasting or now - self._told_at.get(cause, -math.inf) < _PAUSE_S:
+                continue
+            self._lasting.add(cause)
+            self._told_at[cause] = now
+            text = each.sentence, each.advice
+            tell(logger, Event.CAUSE, "%s. %s", *text, cause=cause, instance=each.instance)

@@ -5,22 +5,48 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import learning
 from hetlb.balancer.core.evidence.evidence import Evidence
+from hetlb.balancer.core.evidence.table import HealthParams
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.occupancy import ChangeCounter
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthSample
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
-from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.queue import Queue, QueueLimits
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import SLOWED_FACTOR, averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.evidence.losses import Losses
     from hetlb.balancer.core.twins import Twins
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup(PickleByFields):
+    """Everything that a scheduler is built from: the proxy's, a worker's or the simulator's.
+
+    `lengths` is the sample of some predictors. `first_lease` is the number of its first lease: schedulers of
+    one proxy share none.
+    """
+
+    specs: tuple[InstanceSpec, ...]
+    policy: str
+    params: PolicyParams = field(default_factory=PolicyParams)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    predictor: str = "online"
+    seed: int = 0
+    lengths: LengthSample | None = None
+    initial_health: Health = Health.SUSPECT
+    health: HealthParams = field(default_factory=HealthParams)
+    now: float = 0.0
+    first_lease: int = 1
+
 
 #: Seconds that the name of a model outlives its last instance, and most such names.
 _PROMISE_S: Final = 3600.0

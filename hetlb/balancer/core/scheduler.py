@@ -29,15 +29,14 @@ from hetlb.balancer.core.facts import (
     SpeedTried,
 )
 from hetlb.balancer.core.failover import Failover, is_refusal
-from hetlb.balancer.core.fleet_state import FleetState
+from hetlb.balancer.core.fleet_state import FleetState, SchedulerSetup
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.placement import Placement, Splitting
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue, WaitingElsewhere
 from hetlb.balancer.core.ready import least_tokens
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Hold, InstanceSpec, Lease, Outcome, PassOn, Request, RequestId
 
 if TYPE_CHECKING:

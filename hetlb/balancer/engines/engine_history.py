@@ -15,7 +15,7 @@ from typing import Final
 from hetlb.balancer.core.facts import EngineHistory, EngineSample
 from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.engine_tables import spelled
-from hetlb.balancer.engines.series_reader import SeriesReader
+from hetlb.balancer.engines.last_page import SeriesReader
 
 #: Tokens after the first of an answer, and requests, that make a mean.
 _LEAST_TOKENS: Final = 100.0

@@ -19,8 +19,8 @@ from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.engines.engine_tables import TABLES, VLLM, EngineTable, spelled, table_by
-from hetlb.balancer.engines.series_reader import MOST_SERIES as MOST_SERIES
-from hetlb.balancer.engines.series_reader import START_BYTES, Series, SeriesReader, labels_of
+from hetlb.balancer.engines.last_page import MOST_SERIES as MOST_SERIES
+from hetlb.balancer.engines.last_page import START_BYTES, Series, SeriesReader, labels_of
 
 RUNNING, WAITING, KV_USAGE = VLLM.running, VLLM.waiting, VLLM.kv_usage
 CACHE_CONFIG = ("vllm:cache_config_info",)

@@ -7,7 +7,7 @@ from typing import Final
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
-from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram
+from hetlb.balancer.telemetry.counters import FINE_MS, GapHistogram
 
 #: Events in a row without the known shape after which a shape is seldom looked for.
 _MOST_VAIN_EVENTS: Final = 32

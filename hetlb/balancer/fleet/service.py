@@ -29,23 +29,23 @@ from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.facts import AdminStateSet, ModelsPromised
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.availability import Availability
-from hetlb.balancer.fleet.operator_changes import (
+from hetlb.balancer.fleet.reloading import needs_restart, read_again, require_urls
+from hetlb.balancer.fleet.roster import Roster
+from hetlb.balancer.fleet.shared_fleet import (
     OperatorChange,
     Register,
     ReloadFile,
     SetPolicy,
     SetState,
 )
-from hetlb.balancer.fleet.reloading import needs_restart, read_again, require_urls
-from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent

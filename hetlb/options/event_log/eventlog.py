@@ -26,9 +26,10 @@ from hetlb.balancer.core.facts import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -36,7 +37,6 @@ from hetlb.balancer.core.placement import Splitting
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits, WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.step_times import (
     DecodeTable,
     LaunchTime,

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.placement import Splitting
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import InputError
 from hetlb.logs import LogWriter

@@ -1,4 +1,4 @@
-"""Journal of leases (`balancer/core/journal.py`) in its encoding: MessagePack arrays, typed and bounded.
+"""Journal of leases (`balancer/core/ledger.py`) in its encoding: MessagePack arrays, typed and bounded.
 
 Times are ages in seconds: two processes need no common clock.
 """
@@ -11,10 +11,10 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.types import Lease, Outcome, Request, RequestId
 from hetlb.balancer.exchange.kept_places import MOST_ID_CHARACTERS
-from hetlb.balancer.fleet.operator_changes import OperatorChange
+from hetlb.balancer.fleet.shared_fleet import OperatorChange
 
 #: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
 PART_CHANGES: Final = 256

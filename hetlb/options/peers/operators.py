@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.fleet.operator_changes import (
+from hetlb.balancer.fleet.shared_fleet import (
     OperatorChange,
     Register,
     ReloadFile,

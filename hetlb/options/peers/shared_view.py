@@ -1,6 +1,6 @@
 """One view of several schedulers: each books what the others have booked.
 
-A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer's lease is a lease of this
+A scheduler's journal (`balancer/core/ledger.py`) goes to its peers, and a peer's lease is a lease of this
 scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places waiting
 requests.
 

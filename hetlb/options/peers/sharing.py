@@ -23,7 +23,7 @@ from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
-from hetlb.balancer.fleet.operator_changes import OperatorChange
+from hetlb.balancer.fleet.shared_fleet import OperatorChange
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.peers import peer_messages
 from hetlb.options.peers.hub import HUB, HubTransport

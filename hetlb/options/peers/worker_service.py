@@ -31,9 +31,10 @@ from hetlb.balancer.telemetry.counters import (
     ACCOUNT_COUNTS,
     INSTANCE_COUNTS,
     MODEL_HISTOGRAMS,
+    GapHistogram,
+    Histogram,
     Totals,
 )
-from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.balancer.telemetry.recent import KEPT_POINTS, Recent, add_counts
 from hetlb.errors import InputError
 from hetlb.options.peers import share, share_in

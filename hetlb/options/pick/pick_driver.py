@@ -13,7 +13,7 @@ from typing import Final
 from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.policies.candidates import PASSED_OVER
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Lease, Outcome, Reject, RejectReason, RequestId

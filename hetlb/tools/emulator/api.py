@@ -24,8 +24,7 @@ from hetlb.tools.emulator.kv_transfer import KvExchange
 from hetlb.tools.emulator.real_time import EngineGroup, RealTimeEngine
 from hetlb.tools.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply
 from hetlb.tools.openai.answers import model_list
-from hetlb.tools.openai.application import application, counter, gauge, page
-from hetlb.tools.openai.requests import ApiError, bad, read
+from hetlb.tools.openai.requests import ApiError, application, bad, counter, gauge, page, read
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 #: vLLM's own upper bounds of its histogram of tokens per iteration.

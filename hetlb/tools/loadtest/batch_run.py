@@ -23,8 +23,9 @@ from hetlb.errors import HetlbError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, is_final
 from hetlb.tools.loadtest.bodies import CLASS_HEADER
-from hetlb.tools.loadtest.generator import LoadProgress, check_key, client_session
+from hetlb.tools.loadtest.generator import check_key, client_session
 from hetlb.tools.openai.answers import AnswerError, read_answer
+from hetlb.tools.tables import LoadProgress
 
 #: Requests at once if none are stated, with a background class and without. Simulated jobs of 512 and 192
 #: tokens on eight idle A800: 74 a second with 256 at once, 143 with 1,024.

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hetlb.tools.workload.arrivals import PlannedRequest
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
-from hetlb.tools.workload.rows import spans_of
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS, spans_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -16,10 +16,9 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin, fleet_admin
-from hetlb.tools.loadtest.generator import LoadProgress
 from hetlb.tools.loadtest.load_result import LoadResult, verdict_of
 from hetlb.tools.loadtest.runs import LoadSpec, measure
-from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.tables import LoadProgress, Screen
 from hetlb.tools.workload.arrivals import Ramp, Rate
 from hetlb.tools.workload.records import CONFIDENCE_LEVEL, student_margin
 

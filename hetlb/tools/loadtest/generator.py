@@ -23,6 +23,7 @@ from hetlb.tasks import ended
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.openai.answers import AnswerError, AnswerUsage, EventReader, read_answer
+from hetlb.tools.tables import LoadProgress
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 
@@ -118,24 +119,6 @@ LONGEST_ANSWER_S = 6 * 3600.0
 
 _LAG_INTERVAL_S = 0.02
 _INSTANCE_HEADER = "x-hetlb-instance"
-
-
-@dataclass(slots=True)
-class LoadProgress:
-    """Live counts of a run; a display reads them when it likes."""
-
-    sent: int = 0
-    completed: int = 0
-    failed: int = 0
-    output_tokens: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        return self.sent - self.ended
-
-    @property
-    def ended(self) -> int:
-        return self.completed + self.failed
 
 
 def client_session(headers: Mapping[str, str], *tracing: aiohttp.TraceConfig) -> aiohttp.ClientSession:

@@ -23,16 +23,11 @@ from hetlb.errors import HetlbError
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.bodies import COMPLETIONS, RequestBodies
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin
-from hetlb.tools.loadtest.generator import (
-    LONGEST_ANSWER_S,
-    LoadInterruptedError,
-    LoadProgress,
-    check_key,
-    run_load,
-)
+from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S, LoadInterruptedError, check_key, run_load
 from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.tables import LoadProgress
 from hetlb.tools.workload.arrivals import Load, PlannedRequest, Ramp, Rate
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
+from hetlb.tools.workload.rows import HASH_BLOCK_TOKENS
 
 _MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10)
 

@@ -25,8 +25,8 @@ from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.fleet_engine import BEGIN, SUBMIT, EngineSpec, FleetEngine
 from hetlb.tools.sim.iteration_times import IterationRule
-from hetlb.tools.workload.content import UNSHARED
 from hetlb.tools.workload.measured_logs import Log, LoggedRequest
+from hetlb.tools.workload.rows import UNSHARED
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 

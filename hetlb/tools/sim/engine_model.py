@@ -5,7 +5,7 @@ long it takes; `end_iteration` returns which sequences got a token and which fin
 any time and count from the next beginning on. Same calls, same results. `tests/sim/plain_engine.py` states
 the rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
 
-Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `adapter_slots`
+Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `engine_sequence`
 (LoRA: of the waiting, the first with an adapter that the batch can hold is next; each adapter loaded for an
 iteration makes it `adapter_load_s` longer). A stretch of equal iterations is one object of four numbers
 (`begin_run`).
@@ -17,10 +17,9 @@ from collections import OrderedDict
 from typing import Final
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.tools.sim.adapter_slots import LoadedAdapters
 from hetlb.tools.sim.decode_batch import DecodeBatch
 from hetlb.tools.sim.engine_limits import EngineLimits
-from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.tools.sim.engine_sequence import EngineSequence, LoadedAdapters, SequenceState
 from hetlb.tools.sim.iteration_times import (
     IterationEnd,
     IterationRule,

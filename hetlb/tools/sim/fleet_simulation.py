@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.facts import EngineSample, ModelsLearned
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
     Command,
     Dispatch,
     HealthChanged,
+    InstanceSpec,
     Outcome,
     Reject,
     RejectReason,
@@ -55,10 +56,55 @@ from hetlb.tools.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.tools.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.tools.sim.integrity import check_scheduler
 from hetlb.tools.sim.iteration_times import IterationEnd, IterationRule
-from hetlb.tools.sim.kv_links import KvLinks, own_links
 from hetlb.tools.workload.arrivals import PlannedRequest
-from hetlb.tools.workload.content import UNSHARED
 from hetlb.tools.workload.records import Counted, Gaps
+from hetlb.tools.workload.rows import UNSHARED
+
+
+@dataclass(frozen=True, slots=True)
+class KvPath:
+    """Links from one instance to another, with the bytes per token that each of them carries."""
+
+    parts: tuple[tuple[Hashable, float], ...]
+    latency_s: float = 0.0
+
+
+@dataclass(slots=True)
+class KvLinks:
+    """Shared links of a fleet: each carries one transfer after the other, at its whole rate.
+
+    `rates` in bytes/s; `paths` by names of source and target. What is sent over several links at once (stages
+    on several machines) has arrived when the last part has.
+    """
+
+    rates: Mapping[Hashable, float]
+    paths: Mapping[tuple[str, str], KvPath]
+    _free_at: dict[Hashable, float] = field(default_factory=dict)
+
+    def send(self, source: str, target: str, tokens: int, now: float) -> float:
+        """Begin a KV transfer of `tokens` tokens; returns its arrival time."""
+        path = self.paths[source, target]
+        arrived = now
+        for link, bytes_per_token in path.parts:
+            done = max(now, self._free_at.get(link, 0.0)) + bytes_per_token * tokens / self.rates[link]
+            self._free_at[link] = done
+            arrived = max(arrived, done)
+        return arrived + path.latency_s
+
+
+def own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
+    """Return a link for every pair of instances, as the one that fetches describes it."""
+    paths: dict[tuple[str, str], KvPath] = {}
+    rates: dict[Hashable, float] = {}
+    for target in specs:
+        if (link := target.kv_transfer) is None:
+            continue
+        for source in specs:
+            pair = source.name, target.name
+            paths[pair] = KvPath(((pair, link.bytes_per_token),), link.latency_s)
+            rates[pair] = link.bandwidth_bytes_per_s
+    return KvLinks(rates, paths)
+
 
 #: Seconds between scrapes of simulated engines, by default as of real ones.
 SCRAPE_INTERVAL_S: Final = 1.0

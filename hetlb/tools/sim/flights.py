@@ -9,8 +9,8 @@ from hetlb.balancer.core.types import Lease, Outcome, Role
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import FleetEngine
 from hetlb.tools.workload.arrivals import PlannedRequest
-from hetlb.tools.workload.content import Span
 from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.rows import Span
 
 
 class Flight:

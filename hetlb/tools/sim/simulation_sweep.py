@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.predictor import Predictor, make_predictor
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Request
 from hetlb.errors import HetlbError
 from hetlb.tools.sim.alone import full_tokens_per_s, requests_while_full, run_alone

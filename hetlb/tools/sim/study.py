@@ -10,9 +10,9 @@ from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.tools.sim.engine_limits import EngineLimits

@@ -19,8 +19,15 @@ import hetlb
 from hetlb.app_listener import AppListener
 from hetlb.balancer.core.types import RejectReason
 from hetlb.tools.openai.answers import DONE, Envelope, event, model_list, usage
-from hetlb.tools.openai.application import application, counter, gauge, page
-from hetlb.tools.openai.requests import ApiError, ChatRequest, unknown_model
+from hetlb.tools.openai.requests import (
+    ApiError,
+    ChatRequest,
+    application,
+    counter,
+    gauge,
+    page,
+    unknown_model,
+)
 from hetlb.tools.stage.coordinator import Coordinator, Sequence
 from hetlb.tools.stage.questions import QuestionReader, Questions
 from hetlb.tools.stage.stage_messages import Token

@@ -29,8 +29,7 @@ from hetlb.tools.stage.checkpoint import (
     stage_tensors,
     tensor_files,
 )
-from hetlb.tools.stage.runner import Result, RowFailed, Sampled
-from hetlb.tools.stage.sampling import CannotSample, choose
+from hetlb.tools.stage.runner import CannotSample, Result, RowFailed, Sampled, choose
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

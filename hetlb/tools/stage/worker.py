@@ -21,7 +21,7 @@ from aiohttp import web
 
 from hetlb.app_listener import AppListener
 from hetlb.tasks import ended
-from hetlb.tools.openai.application import counter, gauge, page
+from hetlb.tools.openai.requests import counter, gauge, page
 from hetlb.tools.paths.stages import Curve
 from hetlb.tools.stage.batching import Batcher, StageBlocks, StageLease, Work
 from hetlb.tools.stage.runner import DeviceFault, Result, RowFailed, Runner, Sampled, run_apart

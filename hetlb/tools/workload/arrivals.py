@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from hetlb.tools.workload.content import UNSHARED, PromptContent, contents_of
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import UNSHARED, PromptContent, Row, contents_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.errors import TraceError
-from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.record_file import RecordFile, open_records, say
+from hetlb.tools.workload.rows import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.trace_formats import BENCH, LOG_TITLES, Recognised, recognised, summary_of
 
 #: Least requests of a log that say something.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.errors import TraceError
 from hetlb.tools.workload.record_file import UNITS_S, Record, RecordFile, flat, unit_of
 from hetlb.tools.workload.rows import Row

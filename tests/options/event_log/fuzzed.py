@@ -8,8 +8,8 @@ import functools
 from fuzz.costs import Make, Reader
 from helpers import request, spec
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Request
 from hetlb.options.peers.lease_wire import WireChange
 from hetlb.options.peers.shared_view import SharedView

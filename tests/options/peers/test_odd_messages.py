@@ -15,7 +15,7 @@ from options.peers.fuzzed import TARGETS
 from hetlb.balancer.clients.api_keys import LimitsTable
 from hetlb.balancer.clients.key_limits import Limiter
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 from hetlb.options.peers import peer_messages, shared_view, sharing

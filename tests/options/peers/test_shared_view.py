@@ -10,10 +10,10 @@ from helpers import MODEL, dispatched, examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Dispatch, Health, Lease, Outcome
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.options.peers.shared_view import SharedView

@@ -24,7 +24,7 @@ from proxy.services import Engine, PatientService, Running, document
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.types import AdminState, Outcome, Request
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.peers import peer_messages, share

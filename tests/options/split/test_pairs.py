@@ -11,7 +11,7 @@ from helpers import FAST, make_scheduler, request, spec
 
 from hetlb.balancer.core.facts import InstanceRemoved, Probed, ProbeResult
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.ledger import Booked
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.scheduler import Scheduler

@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult
-from hetlb.tools.sim.fleet_simulation import FleetSimulation
-from hetlb.tools.sim.kv_links import KvLinks, KvPath
+from hetlb.tools.sim.fleet_simulation import FleetSimulation, KvLinks, KvPath
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.rows import Row
 

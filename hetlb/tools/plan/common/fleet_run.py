@@ -6,15 +6,14 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, KvLink, Role
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult
-from hetlb.tools.sim.fleet_simulation import FleetSimulation
-from hetlb.tools.sim.kv_links import KvLinks
+from hetlb.tools.sim.fleet_simulation import FleetSimulation, KvLinks
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
 from hetlb.tools.workload.rows import Row
 

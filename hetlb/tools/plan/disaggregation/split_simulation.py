@@ -25,7 +25,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import RequestLengths, Role, 
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.sim.deadline import StoppedError
-from hetlb.tools.sim.kv_links import KvLinks, KvPath
+from hetlb.tools.sim.fleet_simulation import KvLinks, KvPath
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, steady_figures
 
