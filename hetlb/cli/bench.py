@@ -279,7 +279,7 @@ async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
 
 
 def _check_answered(args: argparse.Namespace, campaign: Campaign) -> None:
-    """Raise `HetlbError` for requests that failed; in a search, which causes that, if all of a run did."""
+    """Raise `HetlbError` if requests failed; in a search, which overloads, only if all of a run did."""
     runs = [
         each for each in campaign.measured if each.examples and not (args.sweep and each.run["completed"])
     ]

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kv_settings(args: argparse.Namespace) -> KvSettings | None:
-    """Return the KV connector of the flags, None without one. A cache that it cannot fetch is computed."""
+    """Return the KV connector of the flags, None without one. Prompts that it cannot fetch are computed."""
     if not args.kv_transfer:
         return None
     return KvSettings(args.kv_transfer, policy="recompute")

@@ -187,7 +187,7 @@ async def _ask(
 
 
 async def _read_metrics(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) -> tuple[_Page, str]:
-    """Read the metrics of a server twice: a second process behind its address shows by its start."""
+    """Read the metrics of a server twice. Two starts of a process show that two processes answer."""
     text = ""
     for _ in range(2):
         for path in PAGES:

@@ -278,7 +278,7 @@ def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
 
 
 def _open_standard_files() -> None:
-    """Open what was closed for this process (`>&-`): a socket would get its number."""
+    """Open closed standard files (`>&-`): a socket would get the number of one."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -286,7 +286,10 @@ def _open_standard_files() -> None:
 
 
 def _drop_output() -> None:
-    """Forget what stdout holds: its reader has gone (`| head`), or its disk is full. No traceback at exit."""
+    """Drop what stdout still holds, so that no traceback comes at exit.
+
+    Its reader has gone (`| head`), or its disk is full.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

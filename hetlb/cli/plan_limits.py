@@ -15,7 +15,7 @@ from hetlb.tools.tables import PlanProgress, plan_progress
 def planning(
     args: argparse.Namespace, words: str, seconds: float, *, seed: int = 0, gap: float = 1e-4
 ) -> Iterator[tuple[SolveLimits, PlanProgress]]:
-    """Give limits that begin with the command, and its progress.
+    """Yield the limits of a plan, which count from the start of the command, and its progress.
 
     Every simulation inside ends with the limits, or with Ctrl-C, which is the first one's alone.
     """

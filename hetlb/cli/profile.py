@@ -289,7 +289,10 @@ _Table = TypeVar("_Table", bound=msgspec.Struct)
 
 
 class FactsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The file as written. `host` is for points without one; `model`, `roofline` are as in a plan."""
+    """The file of `--facts` as written. `host` is for points without a host time.
+
+    `model` and `roofline` are as in a plan.
+    """
 
     name: str | None = None
     licence: str | None = None
@@ -313,7 +316,7 @@ class Facts(msgspec.Struct, frozen=True):
         return None if self.file.hardware is None else self.file.hardware.gpu
 
     def completed(self, found: Measurements) -> Measurements:
-        """Return the measurements with what is stated in the place of what the source knows.
+        """Return the measurements, with stated facts in place of the source's.
 
         Raises `InputError` for facts of another source.
         """

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_alone(fleet: Fleet) -> None:
-    """Raise `InputError` if the file has workers or peers, and a feature that needs a single process."""
+    """Raise `InputError` if a feature needs a single process, and the file has workers or peers."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
     if hands_over and workers > 1:

@@ -192,7 +192,7 @@ def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContex
 
 
 def _coordinate(args: argparse.Namespace) -> int:
-    """Serve what the workers of a file hold. Raises `InputError`."""
+    """Serve the model that the workers of a file hold. Raises `InputError`."""
     from hetlb.tools.stage.stages_file import check_filled_in, load_stages
 
     for flag in ("model", "layers"):

@@ -65,7 +65,7 @@ def _policy(args: argparse.Namespace, client: AdminClient) -> int:
 
 
 def _instance(client: AdminClient, name: str) -> dict[str, Any]:
-    """Return the state of an instance. One that was removed meanwhile holds no request."""
+    """Return the state of an instance; a removed one has no requests."""
     models = client.document("/v1/fleet", "models")["models"]
     keys = ("name", "state", "health", "in_flight", "queued")
     for each in (each for model in models for each in model["instances"]):

@@ -126,7 +126,7 @@ class AdminApi:
     """Handlers of the admin listener: state to read, and changes of an operator."""
 
     def __init__(self, control: FleetService, *, alone: bool = False) -> None:
-        """`alone`: the listener is for the other processes of this proxy, and asks none of them."""
+        """`alone`: the listener is for the other workers, and asks none of them."""
         self.control = control
         self._alone = alone
         self._page = MetricsPage(control)

@@ -49,7 +49,7 @@ def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A filter of decisions; "" and 0 leave out nothing. `outcome` may be `running`."""
+    """A filter of decisions. A field of "" or 0 matches all; `outcome` may be `running`."""
 
     request: str = ""
     instance: str = ""

@@ -171,7 +171,7 @@ def _able(instances: Sequence[Instance]) -> list[Instance]:
 
 
 def _waiting(scheduler: Scheduler, model: str) -> list[Queued]:
-    """Return what waits for a model; background waits by its nature."""
+    """Return the requests that wait for a model, background ones left out."""
     return [
         entry
         for entry in scheduler.queue

@@ -358,7 +358,7 @@ class MetricsPage:
         return "".join(pieces).encode()
 
     def pieces(self) -> Iterator[str]:
-        """Write all families in a fixed order, in pieces; between two of them the fleet may change."""
+        """Yield the page in pieces, in a fixed order. Between two pieces the fleet may change."""
         source = self._source
         now = source.now()
         for part in _PARTS:
@@ -397,7 +397,7 @@ def _escape(text: str) -> str:
 
 
 def _pairs(**labels: str) -> str:
-    """Return the labels without the braces around them."""
+    """Return the labels of a series, without braces."""
     return ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()])
 
 

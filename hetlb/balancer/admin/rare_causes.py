@@ -275,7 +275,7 @@ def of_engine(each: Instance, sample: EngineSample) -> StateCause | None:
 
 
 def of_unplaced(outcomes: Mapping[str, int]) -> StateCause | None:
-    """Return a cause if many of the requests that ended lately got no instance."""
+    """Return a cause if many recent requests got no instance."""
     counts = {each: outcomes.get(each, 0) for each in UNPLACED}
     total, ended = sum(counts.values()), sum(outcomes.values())
     if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
@@ -448,7 +448,7 @@ def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
 
 
 def why_asleep(coming: Sequence[Instance], waiting: int, now: float) -> str:
-    """Return what a model waits for whose servers sleep or wake up."""
+    """Return what the requests of a model wait for while its servers sleep or wake up."""
     first = min(coming, key=lambda each: each.sleep.wake_s or 0.0)
     why = f"{first.name}: {first.sleep.reason} for {now - first.sleep_at:.0f} s."
     return why + (waiting_words(waiting) or " A request wakes it up.")

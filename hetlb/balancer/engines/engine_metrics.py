@@ -98,7 +98,7 @@ def _known(name: bytes) -> tuple[str, str]:
 
 @lru_cache(_KEPT_LABELS)
 def _passed(start: bytes) -> str | None:
-    """Return the prefix of the lines with these first bytes if all of them can be skipped, else None."""
+    """Return a prefix of lines to skip, for lines with these first bytes; None if some are read."""
     if not start or start[:1] == b"#":
         return ""
     if start[:1] <= b" " or start[:1] == b"{":

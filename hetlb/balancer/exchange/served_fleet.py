@@ -79,10 +79,7 @@ class ServedFleet:
         return served is None or model in served
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
-        """Return the seconds since the counters of an engine last moved, 0.0 if they are unknown.
-
-        None while they move.
-        """
+        """Return the seconds since an engine's counters last moved; None while they move, 0.0 if unknown."""
         evidence = self.scheduler.ledger.leased[lease.id].evidence
         if evidence.silence.works(now):
             return None

@@ -1,1 +1,1 @@
-"""The running fleet: start, reload, members, probes' beliefs, admin, state."""
+"""The running fleet: start, reload, shutdown, members, availability, the admin listener."""

@@ -62,7 +62,7 @@ class InstanceShare:
 
 
 class Stretch:
-    """Requests that ended in one interval: outcomes, shares of instances, counts of latencies by step.
+    """Requests that ended in one interval: outcomes, shares of instances, histograms of latencies.
 
     `levels` are a sample of the process that has the scheduler, None without one.
     """

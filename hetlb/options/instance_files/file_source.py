@@ -23,7 +23,7 @@ from hetlb.watched_files import changes, files_of
 
 
 class InstanceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file of instances: `models` as in a fleet file, of each instance `url` and what goes with it."""
+    """A file of instances: `models` as in a fleet file, with the keys of instances alone."""
 
     models: tuple[ModelTable, ...]
     version: int = 1

@@ -47,7 +47,7 @@ def hub_in(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove such a folder, as far as it is there."""
+    """Remove a folder of `view_folder`, with what is left in it."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -253,7 +253,7 @@ class Hub:
         self._lock = -1
 
     async def start(self, path: Path) -> None:
-        """Listen on a Unix socket that this user alone may use. Raises `OSError`, also beside another hub."""
+        """Listen on a Unix socket that this user alone may use. Raises `OSError`, also if a hub is there."""
         check_place(path)
         loop = asyncio.get_running_loop()
         self._lock = locked(Path(f"{path}.lock"))
@@ -331,7 +331,7 @@ class _Member(_Frames):
 
 
 def _bound(path: Path) -> socket.socket:
-    """Return a socket at a path, in place of a former one. Raises `OSError`, also beside another file."""
+    """Return a socket at a path, in place of a former one. Raises `OSError`, also if a file is there."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             path.unlink(missing_ok=True)

@@ -127,7 +127,7 @@ class Offer:
                         self._refusals.tell(logger, Event.HANDOVER_REFUSED, "a handover failed: %s", reason)
 
     async def _hand_over(self, end: socket.socket) -> bool:
-        """Give the listeners away. True once the other process accepts."""
+        """Give the listeners away. Return True once the other process accepts."""
         loop = asyncio.get_running_loop()
         if not is_own(end):
             self._refusals.tell(

@@ -52,7 +52,7 @@ SOME: Final = 64
 
 
 class SharedView:
-    """Leases of a scheduler for its peers, and theirs for it."""
+    """Tells peers the leases of one scheduler, and books the leases of peers there."""
 
     def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
         """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""

@@ -70,7 +70,10 @@ _MOST_TICKETS: Final = 1 << 14
 
 
 class KeyUse:
-    """Use of keys with limits, at this process and its peers; `tell` is called once `take` has news."""
+    """Tells peers how keys with limits are used here, and counts their use at peers.
+
+    `tell` is called once `take` has something to return.
+    """
 
     def __init__(self, limiter: Callable[[str], Limiter | None], tell: Callable[[], object]) -> None:
         self._limiter = limiter
@@ -126,7 +129,7 @@ class KeyUse:
 
 
 class KeptNews:
-    """News for peers, and of them, which instances keep answers."""
+    """Tells peers which instances keep answers, and takes over what peers tell."""
 
     def __init__(self, kept: KeptPlaces) -> None:
         self._kept = kept
@@ -261,7 +264,7 @@ class Sharing:
             await self._reached.wait()
 
     async def caught_up(self, most_s: float, least: int = 0) -> bool:
-        """Return True once the whole state of the peers is here: of `least` of them, for `most_s` at most."""
+        """Wait for the whole state of all peers, at most `most_s`. Return True if `least` have sent it."""
         deadline = self._loop.time() + most_s
         self._whole.clear()
         if self.connected:

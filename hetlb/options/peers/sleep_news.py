@@ -34,7 +34,7 @@ class FileRight:
 
 
 class SleepNews:
-    """News of sleep and wake for peers, and of them."""
+    """Tells peers which instances sleep or wake up, and takes over what peers tell."""
 
     def __init__(self, watch: SleepWatch, folder: Path, tell: Callable[[], object]) -> None:
         self.watch = watch

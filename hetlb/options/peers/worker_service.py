@@ -289,7 +289,7 @@ class Worker(Service):
 
     @property
     def tells(self) -> bool:
-        """True for the first worker that serves: peers have the same evidence."""
+        """True if this worker logs causes. One of the workers does, as all have the same evidence."""
         return not any(each.up for each in self.workers if int(each.number) < self._place.number)
 
     @property

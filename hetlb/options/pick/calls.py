@@ -102,7 +102,7 @@ def receive(stream: HttpStream, data: bytes) -> None:
 
 
 def is_body(data: bytes) -> bool:
-    """Return True if a large message is a body but for `MAX_BESIDE_BODY_BYTES`: reading it is copying it."""
+    """Return True if a large message has at most `MAX_BESIDE_BODY_BYTES` beside a body: it is only copied."""
     if data[0] not in _BODIES:
         return False
     length, at = _varint(data, 1)

@@ -143,7 +143,10 @@ OTHERS: Final = b"others"
 
 
 class TenantNames:
-    """Names in use, the longest unused first."""
+    """Tenants that requests name without proof: a limited number at once, all others share one.
+
+    The longest unused name is first.
+    """
 
     def __init__(self) -> None:
         self._field = FAIRNESS.encode()

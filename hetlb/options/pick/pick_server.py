@@ -106,7 +106,7 @@ class PickServer:
         self._stopping: asyncio.Task[None] | None = None
 
     def configure(self, table: ProxyTable, access: Access) -> None:
-        """Take names, limits and keys for now; the Gateway API names the header of a fair share.
+        """Take over names, limits and keys. The Gateway API names the header of a fair share.
 
         The certificate is read again when its files change.
         """

@@ -181,7 +181,7 @@ class _Pairs:
         return each.end_s - each.first_token_s
 
     def _suits(self, i: int, j: int) -> bool:
-        """Return True if the source, idle, prefills faster than the target and decodes no faster, or by role.
+        """Return True if an idle source prefills faster than the target and decodes no faster, or by roles.
 
         If one is better at both, a transfer would only lighten the load of the moment.
         """

@@ -28,11 +28,11 @@ _JSON: Final = b"content-type: application/json\r\n"
 
 
 class DoorError(Exception):
-    """A server that does not sleep, or does not wake up: one line."""
+    """A server does not sleep, or does not wake up; the message is one line."""
 
 
 class NotReadyError(DoorError):
-    """A server that is not reached, or says that it is not ready: it is asked again."""
+    """A server is not reached, or says that it is not ready. It is asked again."""
 
 
 class Sleeping(msgspec.Struct):

@@ -93,7 +93,7 @@ _SUMMARIES: Final = {
 
 
 def summary_of(file: RecordFile) -> str | None:
-    """Return the file to take instead of one without the tokens of each request, None of another file."""
+    """Return why a summary is refused, with the file to take instead; None for any other file."""
     for keys, advice in _SUMMARIES.items():
         if file.has(*keys.split()):
             return f"expected each request with its tokens, got {advice}"

@@ -102,7 +102,7 @@ def parts(
 
 
 def _out(instance: Instance, now: float) -> str:
-    """Return why an instance takes no requests, or single ones; "" if it takes them."""
+    """Return why an instance takes no requests, or one at a time; "" if neither."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.sleep.reason:

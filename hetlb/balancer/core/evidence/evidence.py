@@ -207,7 +207,7 @@ class Evidence:
         return self.standing(now) is not None and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
-        """Return True if one request at a time is its trial: a restraint or its score keeps others away."""
+        """Return True if the instance gets one request at a time, as a trial."""
         return self.answers.excess > 0.0 or self.standing(now) is not None
 
     def due(self, now: float) -> bool:
