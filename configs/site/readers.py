@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hetlb import files
 from hetlb.balancer.admin import admin
 from hetlb.balancer.clients import access, prompt_keys
-from hetlb.balancer.engines import last_page, scrape, upstream
+from hetlb.balancer.engines import engine_metrics, scrape, upstream
 from hetlb.balancer.http import http1, multipart, sse, transfer_fields
 from hetlb.cli import adminclient
 from hetlb.inputs import yaml_file
@@ -124,8 +124,8 @@ READERS = (
     Reader(
         "metrics page",
         "an engine",
-        f"{size(scrape.MAX_METRICS_BYTES)}, {size(last_page.MAX_LINE_BYTES)} a line, "
-        f"{last_page.MOST_SERIES:,} lines of a metric, {size(last_page.MAX_LABEL_BYTES)} of labels",
+        f"{size(scrape.MAX_METRICS_BYTES)}, {size(engine_metrics.MAX_LINE_BYTES)} a line, "
+        f"{engine_metrics.MOST_SERIES:,} lines of a metric, {size(engine_metrics.MAX_LABEL_BYTES)} of labels",
         "that line is not read; of a larger page none, for a minute",
         ("metrics page",),
     ),

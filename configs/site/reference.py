@@ -37,7 +37,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, Health, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
-from hetlb.balancer.engines.last_page import MOST_SERIES
+from hetlb.balancer.engines.engine_metrics import MOST_SERIES
 from hetlb.balancer.exchange import attempt, ends, exchange_states, kept_places
 from hetlb.balancer.http import (
     error_responses,

@@ -219,7 +219,7 @@ def _secret(path: Path) -> str:
 
 
 async def _serve_coordinator(group: StageGroup, api_key: str, args: argparse.Namespace) -> int:
-    from hetlb.tools.stage.coordinator import Coordination
+    from hetlb.tools.stage.openai_api import Coordination
     from hetlb.tools.stage.stages_file import load_stages
 
     server_tls, _ = _tls(args)

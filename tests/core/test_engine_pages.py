@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from hetlb.balancer.engines.engine_metrics import _NAMES, EnginePage, parse
-from hetlb.balancer.engines.last_page import MAX_LINE_BYTES, labels_of
+from hetlb.balancer.engines.engine_metrics import _NAMES, MAX_LINE_BYTES, EnginePage, labels_of, parse
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "metrics"
 EXPECTED = SHARED / "expected.json"

@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Final
 
 from hetlb.balancer.core.facts import EngineHistory, EngineSample
-from hetlb.balancer.engines.engine_metrics import EnginePage
+from hetlb.balancer.engines.engine_metrics import EnginePage, SeriesReader
 from hetlb.balancer.engines.engine_tables import spelled
-from hetlb.balancer.engines.last_page import SeriesReader
 
 #: Tokens after the first of an answer, and requests, that make a mean.
 _LEAST_TOKENS: Final = 100.0
