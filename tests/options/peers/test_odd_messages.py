@@ -253,7 +253,7 @@ def test_the_limits_hold_what_a_scheduler_may_say() -> None:
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=list[WireChange])
     assert read == wire
     assert isinstance(read[0], WireBooked)
-    assert read[0].change(read[0].request.request(1 << 61)) == lease
+    assert read[0].change(largest) == lease
 
 
 @pytest.mark.parametrize(
