@@ -15,7 +15,7 @@ GOLDEN = ROOT / "tests" / "sentences.txt"
 #: Heading, and the code with its sentences: files of hetlb/, or all files of a folder.
 ROOMS = {
     "causes and states": (
-        "balancer/admin/causes.py", "balancer/admin/rare_causes.py", "balancer/admin/first_line.py",
+        "balancer/admin/causes.py", "balancer/admin/rare_causes.py",
         "balancer/admin/fleet_status.py",
         "balancer/admin/dashboard/balance.py", "balancer/engines/engine_mistakes.py",
     ),
