@@ -132,7 +132,7 @@ READERS = (
     Reader(
         "lists of models, versions, sleep, bootstrap pages",
         "an engine",
-        size(scrape.MAX_PAGE_BYTES),
+        size(upstream.MAX_PAGE_BYTES),
         "not read",
         ("a list of models",),
     ),

@@ -461,7 +461,7 @@ def limits_page() -> str:
         ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),
         (
             "pages that are scraped",
-            f"{_kib(scrape.MAX_PAGE_BYTES)}, metrics {_kib(scrape.MAX_METRICS_BYTES)}, `scrape.timeout_s`, "
+            f"{_kib(upstream.MAX_PAGE_BYTES)}, metrics {_kib(scrape.MAX_METRICS_BYTES)}, `scrape.timeout_s`, "
             f"{MOST_SERIES:,} lines of one metric",
             "not read; such metrics once a minute",
         ),

@@ -1,4 +1,4 @@
-"""What the supervisor and a worker share: a channel for small, rare messages, and memory with its counts.
+"""Links between the supervisor and a worker: a channel for small, rare messages, and memory for counts.
 
 A message is one packet of a Unix socket: a pickled tuple, its first item its kind. Large data (the state of
 the fleet) goes as a memory file; the packet carries its descriptor.

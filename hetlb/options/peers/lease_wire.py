@@ -31,7 +31,7 @@ _Keys: TypeAlias = Annotated[tuple[tuple[_Name, _Tokens | None], ...], msgspec.M
 
 
 class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """What another process needs of a request, to book it and to predict its length."""
+    """Facts of a request that another process needs to book it, and to predict its length."""
 
     model: _Name
     prompt_tokens: _Tokens
