@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.evidence.table import HealthParams
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.types import (
     Capacity,
     Command,
     Dispatch,
-    EngineSample,
     Lease,
     Outcome,
     PassOn,
