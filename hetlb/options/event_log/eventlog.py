@@ -384,7 +384,7 @@ class Replay:
             try:
                 raw = _object(line)
                 commands = self._feed(raw)
-                recorded = raw["out"]
+                recorded = [*raw["out"]]
             except Exception as caught:  # of whatever kind: a line may have any values
                 raise ValueError(f"line {number}: {_said(caught)}") from caught
             for command in commands:
