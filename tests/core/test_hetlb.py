@@ -535,3 +535,16 @@ def test_a_prompt_waits_for_what_is_left_of_the_one_that_is_read(done: float) ->
     whole_s, own_s = latency.prefill_s(1500.0), latency.prefill_s(200.0)
     second = dispatched(scheduler.on_arrival(request(2, prompt=200), done * whole_s))
     assert second.forecast_first_s == pytest.approx((1.0 - done) * whole_s + own_s, abs=0.01)
+
+
+@pytest.mark.parametrize(("known", "more"), [({}, 1.0), ({"latency": None}, 19.0)])
+def test_a_prompt_that_is_late_needs_as_much_again_without_bound_where_the_speed_is_a_guess(
+    known: dict[str, Any], more: float
+) -> None:
+    scheduler = make_scheduler([spec("a", capacity=capacity(64), **known)], "hetlb")
+    [instance] = scheduler.instances
+    latency = instance.latency
+    scheduler.on_arrival(request(1, prompt=1500, streamed=True), 0.0)
+    whole_s, own_s = latency.prefill_s(1500.0), latency.prefill_s(200.0)
+    second = dispatched(scheduler.on_arrival(request(2, prompt=200), 20.0 * whole_s))
+    assert second.forecast_first_s == pytest.approx(more * whole_s + own_s, rel=0.05, abs=0.02)

@@ -75,6 +75,7 @@ class Occupancy:
     token is booked. Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the
     prompt tokens that are not computed. A step takes `now_s`. The iteration that computes a new prompt begins
     in `joining_s`, after the rest of `reading_s`: what it has computed since `reading_since` takes so long.
+    Beyond that it needs `most_late_s` more at most; no bound while nothing has shown its speed.
     `behind` tokens of prompts came later and are computed before a new one. `incoming` prompts are still at
     other instances, the oldest since `oldest_at`. `prefilling`: prompt tokens that were computed recently.
     `troubled`: see `Evidence`.
@@ -82,8 +83,8 @@ class Occupancy:
 
     __slots__ = (
         "behind", "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
-        "load", "now_s", "oldest_at", "prefilling", "reading_s", "reading_since", "running", "sample_at",
-        "troubled", "unread",
+        "load", "most_late_s", "now_s", "oldest_at", "prefilling", "reading_s", "reading_since", "running",
+        "sample_at", "troubled", "unread",
     )  # fmt: skip
 
     def __init__(self, instance: Instance) -> None:
@@ -111,6 +112,8 @@ class Occupancy:
                 reading, sequences, load.batch - sequences, context, load.budget
             )
         self.unread, self.behind = unread, behind
+        guessed = instance.spec.latency is None and not instance.speed.seen
+        self.most_late_s = math.inf if guessed else self.reading_s
         self.joining_s = joining_s
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
         sample_at = instance.sample_at
@@ -127,7 +130,7 @@ class Occupancy:
     def left_s(self, now: float) -> float:
         """Return the seconds until the prompts that are computed now have been read.
 
-        What is late by some time is taken to need as much again.
+        What is late by some time is taken to need as much again, `most_late_s` at most.
         """
         whole_s = self.reading_s
         if whole_s <= 0.0:
@@ -135,7 +138,7 @@ class Occupancy:
         left_s = whole_s - (now - self.reading_since)
         if left_s >= 0.0:
             return left_s
-        return -left_s if -left_s < whole_s else whole_s
+        return -left_s if -left_s < self.most_late_s else self.most_late_s
 
     def ending(self, answer_s: float, now: float) -> float:
         """Return the number of answers that end before a prompt from another instance arrives here.
