@@ -74,7 +74,7 @@ def test_an_instance_counts_in_tokens_that_grow() -> None:
     capacity = Capacity(kv_cache_tokens=10_000, kv_tokens_per_request=10_000, kv_need=needed(1))
     instance = Instance(InstanceSpec("a", "m", capacity=capacity), 0, Evidence(random.Random(0), 0.0), 0.0)
     assert instance.kv_cache_tokens == 10_000
-    assert instance.needed(2000) == pytest.approx(2000 + 5.2 * 1024)
+    assert instance.capacity.needed(2000) == pytest.approx(2000 + 5.2 * 1024)
     assert instance.longest_request_tokens == int(10_000 - 5.2 * 1024)
     instance.learn_capacity(Capacity(max_model_len=4096))
     assert instance.kv_cache_tokens == pytest.approx(10_000 * (1 + 5.2 * 3072 / 4096), abs=1)

@@ -207,16 +207,6 @@ class Instance:
         return (self.spec.model,) if self.spec.model else ()
 
     @property
-    def gives_ids(self) -> bool:
-        """True if its engine takes token ids for a prompt and gives the answer's."""
-        return self.engine == "vllm"
-
-    def needed(self, tokens: float) -> float:
-        """Return the tokens of its KV cache that a sequence of `tokens` needs."""
-        need = self.kv_need
-        return tokens if need is None else need.tokens(tokens)
-
-    @property
     def caches_prefixes(self) -> bool:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False

@@ -106,7 +106,9 @@ class ReadyInstances:
         only while its instances can serve the request, and a canary is not restrained.
         """
         tokens = tokens_of(request)
-        by_ids = request.generated > 0 and any(not each.why_not and each.gives_ids for each in self.instances)
+        by_ids = request.generated > 0 and any(
+            not each.why_not and gives_ids(each) for each in self.instances
+        )
         anywhere = tried is None and request.places.subset is None and not by_ids and side is None
         if anywhere and tokens <= self.fitting_tokens:
             found = Choices(self.able, self.everyone.excluded)
@@ -168,7 +170,7 @@ class ReadyInstances:
                 reason = instance.why_not
                 if not reason and tried is not None and instance.name in tried:
                     reason = "tried before"
-                if not reason and by_ids and not instance.gives_ids:
+                if not reason and by_ids and not gives_ids(instance):
                     reason = "it takes no token ids"
                 if not reason and self.roles:
                     reason = self.roles.get(instance.name, "")
@@ -232,3 +234,8 @@ def with_excluded(
         else next(scored)
         for instance in instances
     ]
+
+
+def gives_ids(instance: Instance) -> bool:
+    """Return True if an engine takes token ids for a prompt and gives the answer's."""
+    return instance.engine == "vllm"

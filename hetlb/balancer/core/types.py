@@ -115,6 +115,10 @@ class Capacity(PickleByFields):
     kv_need: KvNeed | None = None
     rank_header: bool | None = None
 
+    def needed(self, tokens: float) -> float:
+        """Return the tokens of the KV cache that a sequence of `tokens` needs."""
+        return tokens if self.kv_need is None else self.kv_need.tokens(tokens)
+
     def updated(self, newer: Capacity) -> Capacity:
         """Return this capacity with every figure that `newer` knows replaced by it."""
         known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}

@@ -16,6 +16,7 @@ from hetlb.balancer.clients.client_response import STARTED
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.ready import gives_ids
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
@@ -256,7 +257,7 @@ class Driver:
                 assert self.splits is not None, "expected an instance with kv_transfer"
                 maker = self.splits
             longest = instance.capacity.max_model_len or 0
-            exchange.dispatched(maker, lease, instance.gives_ids, longest)
+            exchange.dispatched(maker, lease, gives_ids(instance), longest)
         except Exception as error:
             self.guard.ended(exchange, error)
 

@@ -141,7 +141,7 @@ def paper_work(instance: Instance, request: Request, predicted: float) -> tuple[
     """
     prompt, engines = request.prompt_tokens, instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-    batch = ideal_batch(cache, instance.needed(prompt + predicted), 0.0, slots)
+    batch = ideal_batch(cache, instance.capacity.needed(prompt + predicted), 0.0, slots)
     t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     work_s = t_s * request.sequences
     return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

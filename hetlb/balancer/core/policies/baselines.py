@@ -213,7 +213,7 @@ def paper_terms(
     divided by their number.
     """
     capacity, engines = instance.capacity, instance.engines
-    needed = instance.needed(request.prompt_tokens + predicted_output)
+    needed = instance.capacity.needed(request.prompt_tokens + predicted_output)
     batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
     t_s = fixed_processing_s
     if t_s is None:

@@ -156,7 +156,7 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     base, held = batch - own, tokens - own * context
     held = held if held > 0.0 else 0.0
     most = load.slots - base
-    room = (load.kv_cache_tokens - used) / (load.engines * each.instance.needed(context)) + own
+    room = (load.kv_cache_tokens - used) / (load.engines * each.instance.capacity.needed(context)) + own
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
     limit_s = protected.step_s * decoding
