@@ -30,7 +30,7 @@ def lists_nothing(body: bytes) -> bool:
 
 
 def longest_context(entries: list[dict[str, Any]]) -> int | None:
-    """Return the largest `max_model_len` of the entries in tokens, None where none has one."""
+    """Return the largest `max_model_len` of the entries in tokens, None if none has one."""
     lengths = (entry.get("max_model_len") for entry in entries)
     return max((each for each in lengths if type(each) is int and 0 < each < 1 << 31), default=None)
 

@@ -179,7 +179,7 @@ def _line(parts: Sequence[str], right: Text, width: int) -> Text:
 
 
 def _fitting(parts: Sequence[str], width: int, between: str) -> str:
-    """Return the first parts, joined, as far as they fit whole."""
+    """Return as many of the first parts as fit whole, joined."""
     line = ""
     for part in parts:
         longer = f"{line}{between}{part}" if line else part

@@ -39,7 +39,7 @@ def kv_link(
 
 
 def _bootstrap(instance: InstanceTable, key: str, connector: Connector) -> str | None:
-    """Return the URL of an instance's bootstrap server, None where its connector has none."""
+    """Return the URL of an instance's bootstrap server, None if its connector has none."""
     if instance.kv_bootstrap is not None:
         return check_url(instance.kv_bootstrap, f"{key}.kv_bootstrap")
     if connector is not Connector.MOONCAKE or instance.url is None:

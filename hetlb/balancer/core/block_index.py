@@ -120,7 +120,7 @@ class BlockIndex:
             self.evicted(tree, removed * self.block_tokens * tree.unused_tokens / unused)
 
     def apply(self, batch: KvEventBatch) -> tuple[int, bool]:
-        """Take over a batch. Returns how many blocks were removed, and whether all were."""
+        """Take over a batch. Return the number of removed blocks, and True if all were removed."""
         removed, cleared = 0, False
         if batch.begins:
             self._clear()
@@ -170,7 +170,7 @@ class BlockIndex:
         return count * self.block_tokens
 
     def exact(self, request: Request, engines: int) -> int | None:
-        """Return the tokens of a prompt in the cache of one of `engines`; None where events do not tell."""
+        """Return the tokens of a prompt in the cache of one of `engines`; None if events do not tell."""
         if not self.live or request.blocks is None or engines > 1:
             return None
         return min(self.held(request.model, request.blocks), request.prompt_tokens - 1)

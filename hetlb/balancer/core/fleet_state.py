@@ -108,7 +108,7 @@ class FleetState:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of the engines that publish KV events, 0 where none does."""
+        """Tokens of a block of the engines that publish KV events, 0 if none does."""
         return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
 
     def fit_of(self, request: Request) -> int:

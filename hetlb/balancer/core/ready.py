@@ -82,7 +82,7 @@ class ReadyInstances:
         return True
 
     def fit_of(self, request: Request) -> int:
-        """Return the smallest class of instances that can take a request; the largest where none can."""
+        """Return the smallest class of instances that can take a request; the largest if none can."""
         limits = self.limits
         return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
 

@@ -156,7 +156,7 @@ class Scheduler:
         """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
         `lease` is either leg's; `outcome` is its end. `OK` is for a prefill leg with blocks that will not be
-        fetched. The commands are a retry's.
+        fetched. The request is placed as after a retry.
         """
         return self._splits.unsplit(lease, outcome, now)
 

@@ -346,21 +346,21 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
 
 
 def _from_source(series: Series, source: str) -> int | None:
-    """Return the prompt tokens of a source, None where the page does not tell them apart."""
+    """Return the prompt tokens of a source, None if the page does not tell sources apart."""
     wanted = f'source="{source}"'
     values = [value for labels, value in series.get(PROMPT_SOURCES[0], {}).items() if wanted in labels]
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
 
 
 def _sum(series: Series, table: EngineTable, names: tuple[str, ...], invalid: list[str]) -> int | None:
-    """Return the sum of counters of tokens, None where none of them is told."""
+    """Return the sum of counters of tokens, None if the page has none of them."""
     counts = [_count(series, (name,), [], invalid, table.engine_label) for name in names]
     known = [each for each in counts if each is not None]
     return sum(known) if known else None
 
 
 def _asleep(series: Series) -> bool | None:
-    """Return True if an engine reports that it sleeps; None where no engine reports it."""
+    """Return True if an engine reports that it sleeps, None if no engine reports its state."""
     awake = [
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
     ]
@@ -368,7 +368,7 @@ def _asleep(series: Series) -> bool | None:
 
 
 def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
-    """Return adapters that a batch may hold, and the newest series' (running ones); None where not listed."""
+    """Return the adapters that a batch may hold, and the running ones (newest series); None if not listed."""
     told = series.get(LORA_INFO[0])
     if not told:
         return None, None
@@ -384,7 +384,7 @@ def _caches_prefixes(series: Series) -> bool | None:
 
 
 def _of_process(series: Series, name: str) -> float | None:
-    """Return a figure of the server's process in seconds, None where its page does not say."""
+    """Return a figure of the server's process in seconds, None if its page does not say."""
     found = next(iter(series.get(name, {}).values()), math.nan)
     return found if math.isfinite(found) else None
 

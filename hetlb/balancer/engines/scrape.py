@@ -2,8 +2,8 @@
 
 Whatever an engine answers, the watch goes on. A refused connection is told apart from a slow answer, and
 trouble of our own (no file descriptors, no ports) is no instance's failure. An engine that answers clients is
-up, and is probed at each third look: its failing `/health` is named. One that is idle and well is looked at
-more and more rarely (`rounds.py`).
+up; it is probed at each third look, so that a failing `/health` is noticed. One that is idle and well is
+looked at more and more rarely (`rounds.py`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ BACKOFF_CAP_S = 15.0
 
 
 class Found(InstanceTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An instance that stands in no fleet file; `model` "" where none is named."""
+    """An instance that stands in no fleet file. `model` is "" if none is named."""
 
     name: str
     url: str

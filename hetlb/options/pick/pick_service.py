@@ -111,7 +111,7 @@ def check_pick(fleet: Fleet) -> None:
 
 
 def _literal(url: str) -> str | None:
-    """Return the `ip:port` of a URL with an address in it, None of one with a name."""
+    """Return the `ip:port` of a URL with an address in it, None for a URL with a name."""
     _, host, port = origin(url)
     try:
         ipaddress.ip_address(host)

@@ -504,7 +504,7 @@ def _answers(place: Sleeper, instance: Instance) -> bool:
 
 
 def _busy(instance: Instance) -> bool:
-    """Return True if an instance has requests, of others too as far as it still answers."""
+    """Return True if an instance has requests, also of others while it still answers."""
     answers = instance.evidence.health.state is not Health.EJECTED
     return instance.in_flight > 0 or (answers and instance.foreign > 0)
 

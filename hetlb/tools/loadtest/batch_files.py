@@ -104,7 +104,7 @@ class BatchJournal:
         return file
 
     def _keeps(self, line: bytes, known: Collection[str]) -> bool:
-        """Take a line of a run before; True if its result stands. Raises `TraceError` for other files."""
+        """Take a line of an earlier run. Return True if it counts. Raises `TraceError` for other files."""
         try:
             result = msgspec.json.decode(line)
             name, response = result["custom_id"], result["response"]

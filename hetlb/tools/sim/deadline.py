@@ -1,4 +1,4 @@
-"""The end of the time of a command: every simulation inside asks for it as it runs, and stops there."""
+"""Deadline of a command: each of its simulations asks for it while it runs, and stops then."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class EngineModel:
     # --- input ---
 
     def submit(self, sequence: EngineSequence, elapsed_s: float = 0.0) -> None:
-        """Put a new sequence at the end of the queue. The caller has refused what `limits` never fit.
+        """Put a new sequence at the end of the queue. It fits `limits`: the caller refuses others.
 
         `elapsed_s`: seconds since the iterations in flight began. Asynchronous scheduling needs it.
         """

@@ -35,5 +35,5 @@ class EventQueue:
         return event
 
     def next_s(self) -> float:
-        """Return the time of the next event in seconds, without one `now`."""
+        """Return the time of the next event in seconds, `now` if there is none."""
         return self._events[0][0] if self._events else self.now

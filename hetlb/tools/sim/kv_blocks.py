@@ -50,7 +50,7 @@ class KvBlocks:
         self._unused_blocks = 0
 
     def begin(self, sequence: EngineSequence) -> None:
-        """Name the content of a new sequence: what its pieces and its answer leave is its own."""
+        """Name the content of a new sequence. Tokens beside its pieces and its answer are its own."""
         own = object()
         if not self.shared:
             sequence.spans = ((own, ENDLESS_TOKENS),)

@@ -93,7 +93,7 @@ def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], l
 
 
 def _first_question(record: Record) -> tuple[str, str] | None:
-    """Return the first question and the answer that follows it, None of a row without both."""
+    """Return the first question and the answer that follows it, None for a row without both."""
     found = (record.values[key] for key in record.values if squashed(key) in _CHAT_KEYS)
     turns = next((each for each in found if isinstance(each, list) and each), None)
     question: str | None = None

@@ -124,7 +124,7 @@ class Record:
 
 
 def date_s(text: str) -> float | None:
-    """Return seconds since 1970 of an ISO date (without a zone: UTC), None of other text."""
+    """Return the seconds since 1970 of an ISO date, None for other text. A date without a zone is in UTC."""
     if not re.match(r"\s*\d{4}-\d\d-\d\d", text):
         return None
     try:
@@ -348,7 +348,7 @@ def _numbered(path: Path, values: Iterable[Any]) -> list[Record]:
 
 
 def _of_csv(path: Path, lines: TextLines) -> RecordFile:
-    """Return the rows of a CSV file, none of a text without columns."""
+    """Return the rows of a CSV file, none if the text has no columns."""
     number, first = next((found for found in enumerate(lines) if found[1].strip()), (0, ""))
     marks = _CSV_MARKS.findall(first)
     if not marks:

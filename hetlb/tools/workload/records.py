@@ -291,7 +291,7 @@ def steady_figures(
 
 
 def _begun_s(record: RequestResult) -> float:
-    """Return the first token; of an answer that came whole, its end."""
+    """Return the time of the first token, or the end of an answer that came whole."""
     return (record.last_token_s or 0.0) if record.first_token_s is None else record.first_token_s
 
 

@@ -348,7 +348,7 @@ def _blocks(record: Record, key: str, value: Any, block_tokens: int | None) -> t
 
 
 def _roots(columns: Columns) -> dict[str, str] | None:
-    """Return the first chat of the conversation of each chat, None of a file without chats."""
+    """Return the first chat of the conversation of each chat, None for a file without chats."""
     if not columns.has("chat"):
         return None
     found: dict[str, str] = {}

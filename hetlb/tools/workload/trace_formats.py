@@ -153,7 +153,7 @@ class _Asked:
 def recognised(
     file: RecordFile, answer_tokens: int | None = None, chat_tokens: int | None = None, *, log: bool = False
 ) -> Recognised | None:
-    """Return a file's kind and requests, None of an unknown one. Raises `TraceError`.
+    """Return a file's kind and requests, None for an unknown kind. Raises `TraceError`.
 
     Of a `log` each request must have its times; texts are none.
     """
