@@ -46,7 +46,7 @@ class HostProbe:
         return 1 if len(self._firsts) < _FIRST_TOKENS else 0
 
     def answered(self, first_s: float, step_s: float | None, seconds: float) -> None:
-        """Take in the times of an answer: to its first token, of a later step (None: no such step), in all."""
+        """Take in times of an answer: to its first token, of a later step (None: no such step), in all."""
         self._spent_s += seconds
         if self.next_tokens() == 1:
             self._firsts.append(first_s)
