@@ -122,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises its errors as `InputError`."""
 
     def error(self, message: str) -> NoReturn:
-        from hetlb.cli.suggestions import suggestion
+        from hetlb.cli.completion import suggestion
 
         meant = suggestion(message, list(actions(self)))
         raise InputError(f"{message.removeprefix('argument ')}{meant} (see {self.prog} --help)")
@@ -246,10 +246,6 @@ def _module(command: str) -> CommandModule:
             from hetlb.cli import explain
 
             return explain
-        case "status":
-            from hetlb.cli import status
-
-            return status
         case "top":
             from hetlb.cli import top
 

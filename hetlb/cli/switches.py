@@ -1,4 +1,4 @@
-"""`hetlb drain`, `ready`, `maint` and `policy`: the switches of a running proxy, for scripts."""
+"""`hetlb status`, and the switches of a running proxy (`drain`, `ready`, `maint`, `policy`), for scripts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import FINITE, add_json, declare, print_document
 from hetlb.errors import visible
 
+#: Exit status of `status` by state.
+EXITS: Final = {"well": 0, "busy": 0, "degraded": 1, "down": 2}
 #: Seconds between two looks at an instance (`--wait`).
 _LOOK_S: Final = 0.2
 #: Seconds that `--wait` waits without `--timeout`.
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = parser.prog.rpartition(" ")[2]
     if command == "policy":
         add("name", "policy to switch to; without one the current policy is printed", "NAME", nargs="?")
-    else:
+    elif command != "status":
         add("name", "instance, by its name in `hetlb top`", "NAME")
         add("--wait", f"return when {_WAITED_FOR[command]}", action="store_true")
         add("--timeout", f"longest wait in seconds (default {_WAIT_S:g}); then exit 1", "S", FINITE, _WAIT_S)
@@ -37,8 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Set a switch; 0 if done, 1 if not in time, 2 without such an instance, policy or proxy."""
+    """Run one of the commands.
+
+    The exit status of a switch is 0 if done, 1 if not in time, 2 without such an instance, policy or proxy.
+    That of `status` is in `EXITS`, 2 without a proxy.
+    """
     client = AdminClient(args.admin)
+    if args.command == "status":
+        found = client.document("/v1/status", "state", "sentence", "advice")
+        line = visible(f"{found['state']}: {found['sentence']}. {found['advice']}")
+        print_document(args, found, lambda: print(line))
+        return EXITS[found["state"]]
     if args.command == "policy":
         return _policy(args, client)
     path = f"/v1/fleet/instances/{quote(args.name, safe='')}/state"
