@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Run one of the commands.
 
     The exit status of a switch is 0 if done, 1 if not in time, 2 without such an instance, policy or proxy.
-    That of `status` is in `EXITS`, 2 without a proxy.
+    `status` ends as `EXITS` says, or with 2 without a proxy.
     """
     client = AdminClient(args.admin)
     if args.command == "status":
