@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.blocks import Block
 from hetlb.balancer.core.demand import FleetCosts
 from hetlb.balancer.core.policies.rules import precedes
-from hetlb.balancer.core.policies.score_terms import Weights, least_score, set_score
+from hetlb.balancer.core.policies.score_terms import Weights, set_score
 from hetlb.balancer.core.policies.sight import RESTRAINED, ROOM, SPREAD_SHARE, SchedulingContext, Sight
 from hetlb.balancer.core.policies.tries import worth_a_try
 
@@ -121,27 +121,26 @@ class Glance:
 
     def _bound(self, block: Block, new: float) -> float:
         """Return a lower bound of the scores of a block's instances that do not rest."""
-        tokens = self._ctx.prompt + self._ctx.half_output
-        return _SURE * least_score(
-            self._ctx,
-            self._weights,
-            block.joining_s,
-            block.unread_s + block.prompt_token_s * new,
-            block.pass_s,
-            block.step_s + block.token_s * tokens,
-            block.more_s + block.more_token_s * tokens,
-        )
+        ctx, weights = self._ctx, self._weights
+        tokens = ctx.prompt + ctx.half_output
+        reading_s = block.unread_s + block.prompt_token_s * new
+        first_s = block.joining_s + (reading_s if reading_s > block.pass_s else block.pass_s)
+        step_s = weights[1] * (block.step_s + block.token_s * tokens)
+        step_s += weights[2] * (block.more_s + block.more_token_s * tokens)
+        return _SURE * ((weights[0] + weights[1]) * first_s + ctx.predicted_output * step_s)
 
     def _consider_others(self, block: Block, new: float) -> None:
         """Consider each instance of a block that its own bound allows."""
-        ctx, tokens = self._ctx, self._ctx.prompt + self._ctx.half_output
+        ctx, weights = self._ctx, self._weights
+        tokens = ctx.prompt + ctx.half_output
         for position in block.others:
             seen = block.seen[position]
             load = seen.load
-            unread_s = load.prompt_token_s * (seen.behind + new)
+            reading_s = load.prompt_token_s * (seen.behind + new)
+            first_s = seen.joining_s + (reading_s if reading_s > load.pass_s else load.pass_s)
             with_s = load.next_step_s + load.next_token_s * (seen.context + tokens)
-            longer_s = load.batch * (with_s - seen.now_s)
-            bound = least_score(ctx, self._weights, seen.joining_s, unread_s, load.pass_s, with_s, longer_s)
+            step_s = weights[1] * with_s + weights[2] * load.batch * (with_s - seen.now_s)
+            bound = (weights[0] + weights[1]) * first_s + ctx.predicted_output * step_s
             if _SURE * bound <= self.least:
                 self._consider(block.first + position)
 

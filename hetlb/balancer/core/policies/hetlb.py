@@ -35,7 +35,7 @@ from hetlb.balancer.core.policies.rules import (
     precedes,
     wait_beside,
 )
-from hetlb.balancer.core.policies.score_terms import TERMS, Weights, least_score, set_score, weights_of
+from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, ROOM, SchedulingContext, Sight, foreseen
 from hetlb.balancer.core.policies.tries import tried_of
 from hetlb.balancer.core.types import Candidate
@@ -170,15 +170,18 @@ class Evaluation:
         set_score(self._ctx, each, self.weights)
 
     def _rate_best(self) -> None:
-        """Rate the instances that may have the lowest score for one sequence."""
-        ctx, least = self._ctx, math.inf
+        """Rate the instances that may have the lowest score for one sequence.
+
+        The lower bound of a score: the least time of the prompt's tokens, plus the longer steps of the
+        running requests.
+        """
+        ctx, output, least = self._ctx, self._ctx.predicted_output, math.inf
+        both, own, others = self.weights[0] + self.weights[1], self.weights[1], self.weights[2]
         for each in self.sights:
             seen, load, new = each.seen, each.load, ctx.prompt - each.cached
-            unread_s = load.prompt_token_s * (seen.behind + (new if new > 1.0 else 1.0))
-            longer_s = load.batch * (each.with_s - seen.now_s)
-            bound = least_score(
-                ctx, self.weights, seen.joining_s, unread_s, load.pass_s, each.with_s, longer_s
-            )
+            unread = seen.behind + (new if new > 1.0 else 1.0)
+            bound = both * (seen.joining_s + load.prompt_token_s * unread)
+            bound += output * (own * each.with_s + others * load.batch * (each.with_s - seen.now_s))
             if bound <= least:
                 if each.end_s <= 0.0:
                     each.foresee(ctx)

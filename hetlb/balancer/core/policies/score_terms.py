@@ -65,25 +65,6 @@ def set_score(ctx: SchedulingContext, each: Sight, weights: Weights) -> None:
     each.rated = True
 
 
-def least_score(
-    ctx: SchedulingContext,
-    weights: Weights,
-    joining_s: float,
-    unread_s: float,
-    pass_s: float,
-    with_s: float,
-    longer_s: float,
-) -> float:
-    """Return a lower bound of the score of one sequence: its first token at the earliest, and longer steps.
-
-    All tokens that are read before its first token take `unread_s` at least, a pass `pass_s`. A step with the
-    request takes `with_s`, for all that run there `longer_s` more in all.
-    """
-    first_s = joining_s + (unread_s if unread_s > pass_s else pass_s)
-    steps_s = weights[1] * with_s + weights[2] * longer_s
-    return (weights[0] + weights[1]) * first_s + ctx.predicted_output * steps_s
-
-
 def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
     """Return the weights for a request.
 
