@@ -144,7 +144,7 @@ class FleetState:
     def _promises(self, now: float) -> list[str]:
         """Return the names that need no instance to be known.
 
-        A name is none of them if its instance lists other models: the client is told the valid names.
+        A name is left out if its instance lists other models: the client is told the valid names.
         """
         for name in [name for name, until in self._outlive.items() if until <= now]:
             del self._outlive[name]

@@ -201,7 +201,7 @@ def _began_something_new(instance: Instance, silent_since: float) -> bool:
 
 
 def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
-    """Take over the speed by the engine's means, if no answer showed one. True if it changed."""
+    """Take over the speed by the engine's means, if no answer showed one. Return True if it changed."""
     if instance.profiled or instance.speed.seen:
         return False
     model, batch, budget = instance.nominal, told.batch, float(instance.token_budget)
@@ -226,7 +226,7 @@ def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
 
 
 def learn_prefill(instance: Instance, lease: Lease, now: float) -> bool:
-    """Correct the speed by the first token of an answer. True if that changed the latency model."""
+    """Correct the speed by the first token of an answer. Return True if that changed the latency model."""
     if instance.profiled:
         changed = _confirm(instance, now)
         if changed:
@@ -267,7 +267,7 @@ def _confirm(instance: Instance, now: float) -> bool:
 
 
 def learn_speed(instance: Instance, lease: Lease, now: float) -> bool:
-    """Correct the speed by one answer that ended well. True if that changed the latency model."""
+    """Correct the speed by one answer that ended well. Return True if that changed the latency model."""
     steps = lease.output_tokens / lease.request.sequences - 1.0
     first_at, mark = lease.first_token_at, lease.first_mark
     if first_at is None or mark is None or steps < _LEAST_STEPS:

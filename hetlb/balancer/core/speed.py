@@ -279,7 +279,7 @@ class SpeedTracker:
         return True
 
     def assume(self, factor: float) -> bool:
-        """Take the factor that others show, before any answer of its own. True if it changed."""
+        """Take the factor that others show, before any answer of its own. Return True if it changed."""
         if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE_SHARE:
             return False
         self._observed_s = self._expected_s * factor
@@ -287,7 +287,7 @@ class SpeedTracker:
         return True
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
-        """Take one comparison over. True if the factor changed."""
+        """Take one comparison over. Return True if the factor changed."""
         since = now - self.seen_at
         keep = math.exp(-since / MEMORY_S)
         self.seen_at, self.seen = now, True
