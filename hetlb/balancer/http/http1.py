@@ -306,27 +306,29 @@ class KnownHeads(Generic[Head]):
     one that is found.
     """
 
-    __slots__ = ("_parse", "_sized", "_whole")
+    __slots__ = ("_at", "_parse", "_sized", "_whole")
 
     def __init__(self, parse: Callable[[bytes], tuple[Head, int | None]]) -> None:
         self._parse: Callable[[bytes], tuple[Head, int | None]] = parse
         #: By their bytes without the length, and by all their bytes: what is cut must not look like another.
         self._sized: dict[bytes, tuple[Head, int | None]] = {}
         self._whole: dict[bytes, tuple[Head, int | None]] = {}
+        #: Place of the length in the last head with one: most have it there.
+        self._at = _LENGTH_FIELD_BYTES
 
     def find(self, raw: bytes) -> tuple[Head, int | None]:
         """Return the parsed head and its length. Raises `GateError`."""
         said, known, key = 0, self._whole, raw
-        at = raw.find(_LENGTH_FIELDS[0])
-        if at < 0:
-            at = raw.find(_LENGTH_FIELDS[1])
-        if at > 0:
-            at += _LENGTH_FIELD_BYTES
-            end = raw.find(b"\r", at)
-            digits = raw[at:end] if at < end <= at + _LENGTH_DIGITS else b""
+        at = self._length_at(raw)
+        if at:
+            # Digit by digit: compiled, a third of what `find`, `isdigit` and `int` cost.
+            end, digit, most = at, 0, min(len(raw), at + _LENGTH_DIGITS + 1)
+            while end < most and 0x30 <= (digit := raw[end]) <= 0x39:
+                said = said * 10 + digit - 0x30
+                end += 1
             # Anything but the usual spelling of a plain number is compared as it stands.
-            if digits.isdigit() and raw[at] != 0x30:
-                said, known, key = int(digits), self._sized, raw[:at] + raw[end:]
+            if digit == 0x0D and end > at and raw[at] != 0x30:
+                known, key = self._sized, raw[:at] + raw[end:]
         found = known.get(key)
         if found is not None:
             return found if known is self._whole else (found[0], said)
@@ -337,6 +339,19 @@ class KnownHeads(Generic[Head]):
                 known.clear()
             known[key] = found
         return found
+
+    def _length_at(self, raw: bytes) -> int:
+        """Return the place of the length in a head, 0 without one."""
+        at = self._at
+        field = raw[at - _LENGTH_FIELD_BYTES : at]
+        if field == _LENGTH_FIELDS[0] or field == _LENGTH_FIELDS[1]:
+            return at
+        for name in _LENGTH_FIELDS:
+            at = raw.find(name)
+            if at >= 0:
+                self._at = at + _LENGTH_FIELD_BYTES
+                return self._at
+        return 0
 
 
 #: Chunks of any size that a request body may have, and mean bytes of each further chunk.

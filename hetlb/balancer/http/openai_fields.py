@@ -15,38 +15,29 @@ from hetlb.balancer.core.types import MAX_TOKENS_LIMIT
 MAX_MODEL_CHARACTERS: Final = 512
 #: vLLM's own limit on `n`.
 _MAX_SEQUENCES: Final = 16_384
-_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
-_Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)]
-_MostSequences: TypeAlias = Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)]
-_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-#: Numbers and truth values as vLLM's classes take them too (`lax_numbers.py`).
-_Lax: TypeAlias = float | str | bool
+Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)]
+MostSequences: TypeAlias = Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)]
+Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class NumberFields(msgspec.Struct):
     """Numbers and truth values of a request body, as JSON has them."""
 
     stream: bool | None = None
-    max_tokens: _Tokens | None = None
-    max_completion_tokens: _Tokens | None = None
-    max_output_tokens: _Tokens | None = None
-    n: _Sequences | None = None
-    best_of: _MostSequences | None = None
-    priority: _Priority | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
+    n: Sequences | None = None
+    best_of: MostSequences | None = None
+    priority: Priority | None = None
 
 
-class RequestFields(msgspec.Struct):
+class RequestFields(NumberFields):
     """Fields of a request body that determine its work, read in one pass."""
 
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
-    stream: int | _Lax | None = None
     stream_options: msgspec.Raw = msgspec.Raw(b"")
-    max_tokens: _Tokens | _Lax | None = None
-    max_completion_tokens: _Tokens | _Lax | None = None
-    max_output_tokens: _Tokens | _Lax | None = None
-    n: _Sequences | _Lax | None = None
-    best_of: _MostSequences | _Lax | None = None
-    priority: _Priority | _Lax | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
@@ -101,6 +92,43 @@ class FinishedFields(msgspec.Struct):
     """Fields of an event that may end a choice."""
 
     choices: list[FinishedChoice] | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    """Part of a prompt that an engine had in its cache."""
+
+    cached_tokens: int | None = None
+
+
+class AnswerUsage(msgspec.Struct):
+    """Token counts of a whole answer."""
+
+    completion_tokens: int
+    prompt_tokens: int | None = None
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class Message(msgspec.Struct):
+    """Text of a chat's answer."""
+
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """Text of one sequence, of a chat or a completion, and the reason of its end."""
+
+    finish_reason: str | None = None
+    message: Message | None = None
+    text: str | None = None
+
+
+class AnswerFields(msgspec.Struct):
+    """Fields of a whole answer to a chat or a completion."""
+
+    choices: list[Choice]
+    usage: AnswerUsage
+    model: str = ""
+    error: msgspec.Raw = msgspec.Raw(b"")
 
 
 class ErrorFields(msgspec.Struct):
