@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from proxy.test_proxying import Start, ask, post
 from proxy.upstreams import Upstream, plain
 
-from hetlb.balancer.http.answer_form import GOOD, ODD, WRONG, form_of_body, form_of_stream, is_usual, model_of
+from hetlb.balancer.http.answer_form import (
+    GOOD,
+    ODD,
+    WRONG,
+    form_of_body,
+    form_of_stream,
+    is_usual,
+    model_of,
+    read_answer,
+)
+from hetlb.balancer.http.sse import is_answer, usage_in_tail
 
 
 def event(text: str | None, finish: str | None = None, **delta: Any) -> bytes:
@@ -90,40 +100,67 @@ def test_an_answer_that_was_asked_to_be_short_is_not_odd() -> None:
     assert form_of_stream(ROLE + event("x"), b"", 3, None, b"stop", True) == GOOD
 
 
+def counted(body: bytes, tokens: int | None, cached: int | None, compact: bool) -> bytes:
+    """Return an answer with its usage, spelled as engines do."""
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    usage = {"prompt_tokens": 9, "total_tokens": 29, "completion_tokens": tokens, **details}
+    answer = {**json.loads(body), "usage": usage}
+    separators, ascii_only = ((",", ":"), False) if compact else ((", ", ": "), True)
+    return json.dumps(answer, separators=separators, ensure_ascii=ascii_only).encode()
+
+
 @given(
     st.text(max_size=12) | st.sampled_from('! \\"x\n\x00').map(lambda each: each * 20),
     st.sampled_from(["stop", "length", "error", "abort", "tool_calls", None]),
     st.integers(0, 30),
+    st.none() | st.integers(0, 9),
     st.sampled_from(["m", "other"]),
     st.booleans(),
 )
 def test_an_answer_that_is_usual_at_one_look_is_good_at_a_second(
-    text: str, finish: str | None, tokens: int, model: str, compact: bool
+    text: str, finish: str | None, tokens: int, cached: int | None, model: str, compact: bool
 ) -> None:
-    body = whole(text, finish)
-    if compact:
-        body = json.dumps(json.loads(body), separators=(",", ":"), ensure_ascii=False).encode()
-    if is_usual(body, tokens, model):
+    body = counted(whole(text, finish), tokens, cached, compact)
+    fields = read_answer(body)
+    assert fields is not None
+    assert is_answer(body, True)
+    assert usage_in_tail(body) == (tokens, 9, cached)
+    assert (fields.usage.completion_tokens, fields.usage.prompt_tokens) == (tokens, 9)
+    details = fields.usage.prompt_tokens_details
+    assert (None if details is None else details.cached_tokens) == cached
+    if is_usual(fields, model):
         assert form_of_body(body, tokens, False) == GOOD
         assert model_of(body) == model
 
 
-def test_most_answers_are_usual() -> None:
-    body = json.dumps(json.loads(whole("a few words")), separators=(",", ":")).encode()
-    assert is_usual(body, 20, "m")
-    assert not is_usual(body, 20, "other")
-    assert not is_usual(body, 1, "m")
-    assert not is_usual(body, None, "m")
-    for text, tokens, usual in (("Internal Server Error", 4, False), ("Internal Server Error", 40, True)):
-        body = json.dumps(json.loads(whole(text)), separators=(",", ":")).encode()
-        assert is_usual(body, tokens, "m") is usual
+@pytest.mark.parametrize("compact", [True, False])
+def test_most_answers_are_usual(compact: bool) -> None:
+    for text, tokens, model, usual in (
+        ("a few words", 20, "m", True), ("a few words", 20, "other", False), ("a few words", 1, "m", False),
+        ("Internal Server Error", 4, "m", False), ("Internal Server Error", 40, "m", True),
+    ):  # fmt: skip
+        fields = read_answer(counted(whole(text), tokens, None, compact))
+        assert fields is not None
+        assert is_usual(fields, model) is usual
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        whole("a few words"), counted(whole("a few words"), None, None, True), b"{}", b"", b'{"choices":[',
+        counted(b'{"choices":[]}', 9, None, True), counted(b'{"choices":null}', 9, None, True),
+        counted(b'{"choices":[{}],"error":{"message":"no"}}', 9, None, True),
+    ],
+)  # fmt: skip
+def test_another_form_is_not_read_at_one_look(body: bytes) -> None:
+    assert read_answer(body) is None
 
 
 @given(st.binary(max_size=200), st.binary(max_size=60), st.integers(0, 99))
 def test_any_bytes_have_a_form(sample: bytes, last: bytes, events: int) -> None:
     assert form_of_stream(sample, last, events, None, b"stop", False) in (GOOD, ODD, WRONG)
     assert form_of_body(sample, None, False) in (GOOD, ODD, WRONG)
-    assert not is_usual(sample, 20, "m")
+    assert read_answer(sample) is None
     assert isinstance(model_of(sample), str)
 
 

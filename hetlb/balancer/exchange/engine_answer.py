@@ -9,8 +9,17 @@ from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
-from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, is_usual, model_of
+from hetlb.balancer.http.answer_form import (
+    GOOD,
+    ODD,
+    form_of_body,
+    form_of_stream,
+    is_usual,
+    model_of,
+    read_answer,
+)
 from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.openai_fields import AnswerFields
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
 from hetlb.balancer.http.transfer_fields import TransferWatch, harmless
 
@@ -29,7 +38,7 @@ class EngineAnswer:
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
 
-    __slots__ = ("_tokens", "_transfers", "head", "kept", "length", "stream", "tail", "whole_only")
+    __slots__ = ("_fields", "_tokens", "_transfers", "head", "kept", "length", "stream", "tail", "whole_only")
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
@@ -39,6 +48,8 @@ class EngineAnswer:
         self.tail = b""
         #: First bytes of a stream that are not passed on yet.
         self.kept = b""
+        #: Fields of a whole answer, None unless it has a choice and its usage.
+        self._fields: AnswerFields | None = None
         #: Output tokens of a whole answer by its usage.
         self._tokens: int | None = None
         #: Empties fields about KV transfers, None before the first part.
@@ -114,6 +125,12 @@ class EngineAnswer:
             self.tail = (self.tail + payload)[-TAIL_BYTES:]
         return self.tail if self.whole_only else payload
 
+    def has_usage(self, body: bytes) -> bool:
+        """Return True if a whole body, of no stream, is an answer with a choice and its usage."""
+        if self._fields is None and len(body) < TAIL_BYTES and self.head.status < 400 and self.is_legible:
+            self._fields = read_answer(body)
+        return self._fields is not None
+
     def emptied(self, payload: bytes) -> bytes:
         """Return a part of the body with its fields about KV transfers emptied."""
         transfers = self._transfers
@@ -129,16 +146,23 @@ class EngineAnswer:
 
     def usage(self) -> tuple[int | None, int | None, int | None]:
         """Return completion, prompt and cached prompt tokens of the lease, by the engine's counts."""
-        stream = self.stream
-        if stream is None:
+        stream, fields = self.stream, self._fields
+        if stream is not None:
+            return stream.usage()
+        if fields is None:
             counts = usage_in_tail(self.tail)
             self._tokens = counts[0]
             return counts
-        return stream.usage()
+        usage = fields.usage
+        self._tokens = usage.completion_tokens
+        details = usage.prompt_tokens_details
+        return self._tokens, usage.prompt_tokens, None if details is None else details.cached_tokens
 
     def end(self, generates: bool) -> End:
         """Return the end of a whole answer. Call `usage` first. `generates`: its request asks for tokens."""
         stream, status = self.stream, self.head.status
+        if self._fields is not None:
+            return ends.ANSWERED
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
@@ -154,9 +178,9 @@ class EngineAnswer:
 
     def is_usual(self, request: Request) -> bool:
         """Return True if the answer is plainly good. If not, `form` and `model` tell more."""
-        if self.stream is not None or request.streamed or request.sequences > 1:
+        if self._fields is None or request.streamed or request.sequences > 1:
             return False
-        return is_usual(self.tail, self._tokens, request.model)
+        return is_usual(self._fields, request.model)
 
     def form(self, request: Request) -> int:
         """Return the form of a whole answer to a chat or a completion; `usage` was read before."""

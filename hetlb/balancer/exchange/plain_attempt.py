@@ -507,8 +507,10 @@ def _enter(exchange: Exchange, transition: Transition[Phase], now: float) -> Non
 
 def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
     """Replace estimates by the exact counts of the engine, if it gave some."""
-    completion, prompt, cached = answer.usage()
     exchange, record = attempt.exchange, attempt.exchange.record
+    if answer.stream is None and record.path in PATHS:
+        answer.has_usage(answer.tail)  # of a body in several reads
+    completion, prompt, cached = answer.usage()
     sensible = record.counted(completion, prompt, cached)
     uncounted = completion is None and answer.stream is None and not answer.refuses
     if uncounted and record.ticket is not None and record.request.generates:
@@ -566,7 +568,9 @@ def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> boo
 
 def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
     """Return True if a whole body is no answer, as an error's, and another instance got the request."""
-    if answer.stream is not None or body.find(_CHOICES) >= 0 or attempt.lease.request.path not in PATHS:
+    if answer.stream is not None or attempt.lease.request.path not in PATHS:
+        return False
+    if answer.has_usage(body) or body.find(_CHOICES) >= 0:
         return False
     if answer.refuses or attempt.handling.keeps or attempt.response.state is STARTED or not answer.is_legible:
         return False

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from hetlb.balancer.http.openai_fields import AnswerFields
 from hetlb.errors import NOT_JSON
 
 GOOD: Final = 0
@@ -37,7 +38,7 @@ _ERRORS: Final = (
     b"too many requests", b"unauthorized", b"forbidden", b"bad request", b"an error occurred", b"error:",
 )  # fmt: skip
 #: Their first characters.
-_ERROR_BEGINS: Final = frozenset(b"".join(each[:1] + each[:1].upper() for each in _ERRORS))
+_ERROR_BEGINS: Final = frozenset("".join(chr(each[0]) + chr(each[0]).upper() for each in _ERRORS))
 #: Events, and characters, of which more than one kind is expected.
 _MANY: Final = 8
 #: Characters of a text that is expected not to come again and again: one, or its escape.
@@ -49,11 +50,6 @@ _FINISH: Final = re.compile(rb'"finish_reason"\s*+:\s*+"([a-z_]{1,32}+)"')
 _TEXT: Final = re.compile(rb'"(?:content|text|reasoning|reasoning_content)"\s*+:\s*+"([^"]{0,64}+)')
 _NO_CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+(?:\[\s*+\]|null)')
 _CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+\[\s*+\{')
-#: Begin of a text as engines write it: of a chat, of a completion.
-_CONTENT: Final = b'"content":"'
-_COMPLETED: Final = b'"text":"'
-_QUOTE: Final = 0x22
-_ESCAPE: Final = 0x5C
 _NO_TEXT: Final = (
     b'"tool_calls":[{',
     b'"tool_calls": [{',
@@ -61,29 +57,34 @@ _NO_TEXT: Final = (
     b'"refusal":"',
     b'"audio":{',
 )
+_decoder = msgspec.json.Decoder(AnswerFields)
 
 
-def is_usual(body: bytes, tokens: int | None, model: str) -> bool:
+def read_answer(body: bytes) -> AnswerFields | None:
+    """Return the fields of a whole answer with a choice and its usage, None if it has another form."""
+    try:
+        fields = _decoder.decode(body)
+    except NOT_JSON:
+        return None
+    return fields if fields.choices and not fields.error else None
+
+
+def is_usual(fields: AnswerFields, model: str) -> bool:
     """Return True if a whole answer is good at one look, as most are. False says nothing.
 
-    Its text begins with two different characters, of which the first is no blank. `tokens` are by its usage,
-    so there is more behind the text.
+    Its text begins with two different characters. The first one is no blank.
     """
-    if tokens is None or tokens <= _SHORT_TOKENS:
+    tokens: int = fields.usage.completion_tokens
+    choice = fields.choices[0]
+    message = choice.message
+    text: str | None = choice.text if message is None else message.content
+    if text is None or len(text) < 2 or tokens <= _SHORT_TOKENS:
         return False
-    at = body.find(_CONTENT) + len(_CONTENT)
-    if at < len(_CONTENT):
-        at = body.find(_COMPLETED) + len(_COMPLETED)
-        if at < len(_COMPLETED):
-            return False
-    first, second = body[at], body[at + 1]
-    if first in (second, _QUOTE, _ESCAPE) or first <= 0x20 or second == _QUOTE:
+    first = text[0]
+    if first == text[1] or first <= " " or (tokens <= _ERROR_TOKENS and first in _ERROR_BEGINS):
         return False
-    if tokens <= _ERROR_TOKENS and first in _ERROR_BEGINS:
-        return False
-    if body.find(b'"finish_reason":"stop"') < 0 and body.find(b'"finish_reason":"length"') < 0:
-        return False
-    return body.find(b'"model":"' + model.encode() + b'"') >= 0
+    finish: str | None = choice.finish_reason
+    return (finish == "stop" or finish == "length") and fields.model == model
 
 
 def form_of_stream(
