@@ -208,7 +208,7 @@ def _of_model(
     load, limited_by = _load(able, waiting, served, capacity)
     if capacity is not None and rate is not None:
         # While requests wait the capacity is the served rate, whatever the model of speed predicts.
-        capacity = min(capacity, _served_when_full(able, recent, now)) if waiting else capacity
+        capacity = min(capacity, _served_when_full(able, recent, model, now)) if waiting else capacity
         load = rate / capacity if capacity > 0.0 else load
         load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
@@ -307,20 +307,27 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
     return None
 
 
-def _served_when_full(able: Sequence[Instance], recent: Recent, now: float) -> float:
-    """Return the requests/s that full servers complete.
+def _served_when_full(able: Sequence[Instance], recent: Recent, model: str, now: float) -> float:
+    """Return the requests/s that full servers complete, infinity if they were not full for long enough.
 
-    Ended requests are counted over the same seconds as arrivals. The running requests over the age of the
+    Ended requests are counted over the seconds of the arrivals, from the last sample without a waiting
+    request on: servers that had room show no more than what came. The running requests over the age of the
     oldest one count if that is more: a burst has ended none yet.
     """
-    last = math.floor(now / BIN_S)
-    first = max(min(recent.stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
-    shares = recent.last(ARRIVALS_S, now).shares
+    last, stretches = math.floor(now / BIN_S), recent.stretches
+    first = max(min(stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
+    for number in range(first, last + 1):
+        levels = stretches[number].levels if number in stretches else None
+        if levels is not None and not levels[0].get(model):
+            first = number + 1
+    full_s = now - first * BIN_S
+    if full_s < BIN_S:
+        return math.inf
+    shares = recent.last((last + 1 - first) * BIN_S, now).shares
     ended = sum(shares[each.name].ended for each in able if each.name in shares)
     since = [lease.dispatched_at for each in able for lease in each.leases.values()]
     age_s = now - min(since, default=0.0)
-    served = ended / max(BIN_S, now - first * BIN_S)
-    return max(served, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)
+    return max(ended / full_s, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
