@@ -33,6 +33,8 @@ LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno
 _TLS_SHUTDOWN_S: Final = 1.0
 #: Seconds that the address of a name is used for: later connections resolve the name again.
 _RESOLVED_S: Final = 60.0
+#: Seconds that a look at an engine's models holds, whatever connections it closes.
+_LOOKED_S: Final = 1.0
 _IDLE: Final = EngineState.IDLE
 
 
@@ -58,7 +60,7 @@ class EnginePool(Upstream):
 
     __slots__ = (
         "_address", "_checks", "_confined", "_connect_timeout_s", "_connecting", "_host", "_host_header",
-        "_idle", "_idle_s", "_loop", "_lost", "_most_age_s", "_now", "_on_reconnect", "_port",
+        "_idle", "_idle_s", "_looked_at", "_loop", "_lost", "_most_age_s", "_now", "_on_reconnect", "_port",
         "_stalled_since", "_tls", "_trip_s", "busy", "closed", "heads", "origin", "own_headers",
         "passthrough", "turns",
     )  # fmt: skip
@@ -89,6 +91,7 @@ class EnginePool(Upstream):
         self._on_reconnect = on_reconnect
         #: True if the engine closed or refused a connection since its models were last read here.
         self._lost = False
+        self._looked_at = -math.inf
         #: Questions for the engine's models, and when each was asked, by the request that waits.
         self._checks: dict[Carried, tuple[SideCall, float]] = {}
         self.configure(access, table)
@@ -224,7 +227,11 @@ class EnginePool(Upstream):
             if end is not None:
                 self._lost = True
                 carried.engine_failed(end, detail)
-            elif self._lost and self._on_reconnect is not None:
+            elif (
+                self._lost
+                and self._on_reconnect is not None
+                and connection.made_at - self._looked_at >= _LOOKED_S
+            ):
                 self._check(carried, connection)
             else:
                 connection.begin(carried)
@@ -251,7 +258,7 @@ class EnginePool(Upstream):
         """Note that the engine's models were read, or could not be (None); the request goes on."""
         if self._checks.pop(carried, None) is None:
             return
-        self._lost = False
+        self._lost, self._looked_at = False, self._now()
         if body is not None and self._on_reconnect is not None:
             self._on_reconnect(body)
         if carried.still_served():
