@@ -100,7 +100,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class AnswerUsage(msgspec.Struct):
+class UsageFields(msgspec.Struct):
     """Token counts of a whole answer."""
 
     completion_tokens: int
@@ -108,25 +108,25 @@ class AnswerUsage(msgspec.Struct):
     prompt_tokens_details: CachedTokens | None = None
 
 
-class Message(msgspec.Struct):
+class MessageFields(msgspec.Struct):
     """Text of a chat's answer."""
 
     content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class WholeChoice(msgspec.Struct):
     """Text of one sequence, of a chat or a completion, and the reason of its end."""
 
     finish_reason: str | None = None
-    message: Message | None = None
+    message: MessageFields | None = None
     text: str | None = None
 
 
 class AnswerFields(msgspec.Struct):
     """Fields of a whole answer to a chat or a completion."""
 
-    choices: list[Choice]
-    usage: AnswerUsage
+    choices: list[WholeChoice]
+    usage: UsageFields
     model: str = ""
     error: msgspec.Raw = msgspec.Raw(b"")
 
