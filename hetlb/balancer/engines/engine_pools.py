@@ -227,11 +227,7 @@ class EnginePool(Upstream):
             if end is not None:
                 self._lost = True
                 carried.engine_failed(end, detail)
-            elif (
-                self._lost
-                and self._on_reconnect is not None
-                and connection.made_at - self._looked_at >= _LOOKED_S
-            ):
+            elif self._lost and self._on_reconnect and connection.made_at - self._looked_at >= _LOOKED_S:
                 self._check(carried, connection)
             else:
                 connection.begin(carried)

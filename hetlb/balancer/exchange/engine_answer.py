@@ -9,18 +9,10 @@ from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
-from hetlb.balancer.http.answer_form import (
-    GOOD,
-    ODD,
-    form_of_body,
-    form_of_stream,
-    is_usual,
-    model_of,
-    read_answer,
-)
+from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, is_usual, model_of
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_fields import AnswerFields
-from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
+from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, read_answer, usage_in_tail
 from hetlb.balancer.http.transfer_fields import TransferWatch, harmless
 
 #: RFC 5842, 7.2.
@@ -153,10 +145,8 @@ class EngineAnswer:
             counts = usage_in_tail(self.tail)
             self._tokens = counts[0]
             return counts
-        usage = fields.usage
-        self._tokens = usage.completion_tokens
-        details = usage.prompt_tokens_details
-        return self._tokens, usage.prompt_tokens, None if details is None else details.cached_tokens
+        self._tokens = fields.usage.completion_tokens
+        return self._tokens, fields.usage.prompt_tokens, None
 
     def end(self, generates: bool) -> End:
         """Return the end of a whole answer. Call `usage` first. `generates`: its request asks for tokens."""

@@ -57,16 +57,6 @@ _NO_TEXT: Final = (
     b'"refusal":"',
     b'"audio":{',
 )
-_decoder = msgspec.json.Decoder(AnswerFields)
-
-
-def read_answer(body: bytes) -> AnswerFields | None:
-    """Return the fields of a whole answer with a choice and its usage, None if it has another form."""
-    try:
-        fields = _decoder.decode(body)
-    except NOT_JSON:
-        return None
-    return fields if fields.choices and not fields.error else None
 
 
 def is_usual(fields: AnswerFields, model: str) -> bool:
@@ -74,7 +64,7 @@ def is_usual(fields: AnswerFields, model: str) -> bool:
 
     Its text begins with two different characters. The first one is no blank.
     """
-    tokens: int = fields.usage.completion_tokens
+    tokens: int = fields.usage.completion_tokens or 0
     choice = fields.choices[0]
     message = choice.message
     text: str | None = choice.text if message is None else message.content

@@ -94,30 +94,15 @@ class FinishedFields(msgspec.Struct):
     choices: list[FinishedChoice] | None = None
 
 
-class CachedTokens(msgspec.Struct):
-    """Part of a prompt that an engine had in its cache."""
-
-    cached_tokens: int | None = None
-
-
-class UsageFields(msgspec.Struct):
-    """Token counts of a whole answer."""
-
-    completion_tokens: int
-    prompt_tokens: int | None = None
-    prompt_tokens_details: CachedTokens | None = None
-
-
 class MessageFields(msgspec.Struct):
     """Text of a chat's answer."""
 
     content: str | None = None
 
 
-class WholeChoice(msgspec.Struct):
-    """Text of one sequence, of a chat or a completion, and the reason of its end."""
+class WholeChoice(FinishedChoice):
+    """One sequence of a chat or a completion."""
 
-    finish_reason: str | None = None
     message: MessageFields | None = None
     text: str | None = None
 
@@ -126,7 +111,7 @@ class AnswerFields(msgspec.Struct):
     """Fields of a whole answer to a chat or a completion."""
 
     choices: list[WholeChoice]
-    usage: UsageFields
+    usage: Usage
     model: str = ""
     error: msgspec.Raw = msgspec.Raw(b"")
 

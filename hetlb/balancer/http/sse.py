@@ -13,7 +13,14 @@ from typing import Final
 import msgspec
 
 from hetlb.balancer.http.answer_form import SAMPLE_BYTES
-from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
+from hetlb.balancer.http.openai_fields import (
+    AnswerFields,
+    ErrorFields,
+    EventFields,
+    FinishedFields,
+    Holder,
+    Usage,
+)
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -46,6 +53,7 @@ _NO_HOLDER: Final = Holder()
 _NONE: Final = msgspec.Raw(b"")
 
 _decoder = msgspec.json.Decoder(EventFields)
+_answer_decoder = msgspec.json.Decoder(AnswerFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
 _holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
@@ -498,6 +506,17 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         None if prompt is None else int(prompt[1]),
         None if cached is None else int(cached[1]),
     )
+
+
+def read_answer(body: bytes) -> AnswerFields | None:
+    """Return the fields of a whole answer with a choice and its usage, None if it has another form."""
+    try:
+        fields = _answer_decoder.decode(body)
+    except NOT_JSON:
+        return None
+    usage = fields.usage
+    usual = fields.choices and not fields.error and bytes(usage.prompt_tokens_details) in _NO_VALUE
+    return fields if usual and usage.completion_tokens is not None else None
 
 
 def is_answer(tail: bytes, counted: bool) -> bool:
