@@ -121,7 +121,7 @@ def test_an_answer_that_is_usual_at_one_look_is_good_at_a_second(
 ) -> None:
     body = counted(whole(text, finish), tokens, cached, compact)
     fields = read_answer(body)
-    assert is_answer(body, True)
+    assert is_answer(body)
     assert usage_in_tail(body) == (tokens, 9, cached)
     assert (fields is None) is (cached is not None)
     if fields is None:

@@ -316,10 +316,8 @@ def _served_when_full(able: Sequence[Instance], recent: Recent, model: str, now:
     """
     last, stretches = math.floor(now / BIN_S), recent.stretches
     first = max(min(stretches, default=last), last + 1 - math.ceil(ARRIVALS_S / BIN_S))
-    for number in range(first, last + 1):
-        levels = stretches[number].levels if number in stretches else None
-        if levels is not None and not levels[0].get(model):
-            first = number + 1
+    levels = [(number, each.levels) for number, each in stretches.items() if each.levels is not None]
+    first = max(first, 1 + max([number for number, each in levels if not each[0].get(model)], default=-1))
     full_s = now - first * BIN_S
     if full_s < BIN_S:
         return math.inf

@@ -156,9 +156,7 @@ class EngineAnswer:
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
-            if not generates or (
-                is_answer(self.tail, self._tokens is not None) if stream is None else stream.says_tokens
-            ):
+            if not generates or (is_answer(self.tail) if stream is None else stream.says_tokens):
                 return ends.ANSWERED
             return ends.NO_ANSWER if self.is_legible else ends.ANSWERED
         if status == 429 or (status == 503 and self.busy_s is not None):

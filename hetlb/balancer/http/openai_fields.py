@@ -95,14 +95,10 @@ class FinishedFields(msgspec.Struct):
 
 
 class MessageFields(msgspec.Struct):
-    """Text of a chat's answer."""
-
     content: str | None = None
 
 
 class WholeChoice(FinishedChoice):
-    """One sequence of a chat or a completion."""
-
     message: MessageFields | None = None
     text: str | None = None
 

@@ -480,13 +480,6 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
-#: As vLLM and OpenAI write it, without details.
-_USUAL_USAGE = re.compile(
-    rb'"usage":\{"prompt_tokens":([0-9]{1,10})(?:,"total_tokens":[0-9]{1,10})?'
-    rb',"completion_tokens":([0-9]{1,10})(?:,"prompt_tokens_details":null|\})'
-)
-
-
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     """Return (completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its end.
 
@@ -495,8 +488,6 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     at = tail.rfind(b'"usage":')
     if at < 0:
         return None, None, None
-    if (usual := _USUAL_USAGE.match(tail, at)) is not None:
-        return int(usual[2]), int(usual[1]), None
     if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
         return None, None, None
     completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
@@ -519,16 +510,12 @@ def read_answer(body: bytes) -> AnswerFields | None:
     return fields if usual and usage.completion_tokens is not None else None
 
 
-def is_answer(tail: bytes, counted: bool) -> bool:
+def is_answer(tail: bytes) -> bool:
     """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
 
-    `counted`: its usage is known. If the body is longer than `tail`, its last byte alone decides.
+    If the body is longer than `tail`, its last byte alone decides.
     """
-    if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
-        # As vLLM and OpenAI write it; in text the quotes would be escaped.
-        if counted and tail.find(b'"error"') < 0:
-            return True
-    elif len(tail) >= TAIL_BYTES:
+    if len(tail) >= TAIL_BYTES:
         return tail.rstrip()[-1:] == b"}"
     try:
         fields = _object.decode(tail)
