@@ -265,6 +265,23 @@ def test_decomposition_and_one_program_bound_each_other() -> None:
     assert direct.throughput <= plan.bound * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("looks", [0.0, 3.0, 30.0])
+def test_a_decomposition_without_a_plan_leaves_one_program_the_same_end_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, looks: float
+) -> None:
+    ends: list[float] = []
+
+    def one_program(problem: Problem, limits: SolveLimits, _: object) -> RentPlan:
+        ends.append(limits.deadline)
+        return RentPlan({})
+
+    clock = itertools.count()
+    monkeypatch.setattr(decompose, "solve_directly", one_program)
+    monkeypatch.setattr(decompose.Decomposition, "_choose", lambda search, rate: None)
+    decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
+    assert ends == [looks]
+
+
 def test_an_interrupt_leaves_the_best_plan_so_far() -> None:
     interrupt = Interrupt()
 

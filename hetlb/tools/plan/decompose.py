@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ _COARSEST_GAP = 0.1
 _FINEST_GAP = 2e-4
 #: Seconds of a small program, and of a master over whole columns.
 _PRICING_S, _MASTER_S = 5.0, 4.0
+#: Share of the time after which a search without a plan leaves the rest to one program.
+_FIRST_SHARE = 0.6
 #: Share of a column's rate that the solver's feasibility tolerance may take.
 _RATE_TOLERANCE = 1e-5
 #: Share of the best prices that a step towards the master's keeps.
@@ -123,9 +125,11 @@ class Decomposition:
 
     def run(self) -> None:
         """Run rounds of prices until the limits are reached."""
-        stuck = 0
+        stuck, first = 0, self._limits.within(_FIRST_SHARE * self._limits.left_s)
         with ThreadPoolExecutor(_THREADS) as pool:
-            while not self._limits.over and self.bound > self.reached * (1.0 + self._limits.gap):
+            while self.bound > self.reached * (1.0 + self._limits.gap):
+                if (self._limits if self.counts else first).over:
+                    break
                 before = self.reached, self.bound
                 rate = self.reached + (self.bound - self.reached) * _LOOK_SHARES[stuck % len(_LOOK_SHARES)]
                 self._price(rate, pool)
@@ -198,7 +202,7 @@ def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None 
     search = Decomposition(pruned, limits, on_progress)
     search.run()
     if not search.counts:
-        return solve_directly(problem, replace(limits, deadline=limits.deadline + 5.0), on_progress)
+        return solve_directly(problem, limits, on_progress)
     plan = assign(problem, search.counts, search.bound)
     assert plan is not None, "expected the instances found to serve every workload"
     return plan

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 #: Seconds between an event and the query of an offline load it calls for.
 FEED_DELAY_S: Final = 0.1
+#: Passes of a decode that a prompt takes as long as, in a cluster that begins full.
+_PROMPT_PASSES: Final = 20
 #: Requests between checks of the fill of a cluster that begins full; seed of its answers' positions.
 _FILL_LOOK_REQUESTS: Final = 8
 _FILL_SEED: Final = 1
@@ -332,22 +334,30 @@ class PipelineSimulation:
                 if isinstance(command, Reject):
                     del self._open[command.request_id]
                     continue
-                self._go_on_with(command, output, rng.randrange(output))
+                done = max(0, rng.randrange(output + _PROMPT_PASSES) - _PROMPT_PASSES)
+                self._go_on_with(command, output, done, rng.randrange(len(command.hops)))
             if self._requests % _FILL_LOOK_REQUESTS == 0 and scheduler.kv_usage() > load.high_water:
                 break
         for _ in range(_FILL_LOOK_REQUESTS):
             self._events.push(FEED_DELAY_S, _ARRIVAL, None)
 
-    def _go_on_with(self, lease: PathLease, output_tokens: int, done: int) -> None:
-        """Begin an answer behind its first `done` tokens."""
+    def _go_on_with(self, lease: PathLease, output_tokens: int, done: int, position: int) -> None:
+        """Begin an answer behind its first `done` tokens, 0 in its prompt, at a stage of its path.
+
+        If all began at the first stage, they would go round as one batch for minutes.
+        """
         flight = self._flight(lease, output_tokens, 0.0)
         if done:
             lease.output_tokens = done
             flight.cached, flight.tokens = lease.context_tokens + done - 1, 1
-            for node, layers in zip(flight.nodes, flight.layers, strict=True):
-                node.kv_used += flight.cached * layers
             self._obey(self._scheduler.on_first_token(lease, 0.0), 0.0)
-        self._start_pass(flight, 0.0)
+        for at, (node, layers) in enumerate(zip(flight.nodes, flight.layers, strict=True)):
+            node.kv_used += (flight.cached + (flight.tokens if at < position else 0)) * layers
+        if not position:
+            self._start_pass(flight, 0.0)
+            return
+        flight.position = position
+        self._deliver(flight, flight.nodes[position], 0.0)
 
     def run_online(
         self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0

@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetlb.errors import PlanError
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge
@@ -28,6 +32,10 @@ _LEAST_SHARE = 1e-7
 #: Most links: the maximum flow of a larger network is not balanced. Seconds of the solver for it.
 _MOST_LINKS = 3000
 _MOST_S = 2.0
+#: Least share of a link in an even flow: smaller ones are rounding. Solutions of its potentials at most.
+_LEAST_EVEN_SHARE, _MOST_POTENTIALS = 1e-6, 10
+#: Leak of a vertex, and the fastest link over the fastest node, in an even flow: bounds against rounding.
+_LEAK_SHARE, _MOST_LINK_FACTOR = 1e-12, 1e4
 #: The limits of `balanced` leave room for the rounding of the maximum flow.
 _ROOM_FACTOR = 1.0 + 1e-9
 
@@ -143,6 +151,11 @@ class PlacementFlows:
         self._in = [rate(SOURCE, name) for name in self.names]
         self._out = [rate(name, SINK) for name in self.names]
         self._ends = [*(name for name in self.names for _ in range(2)), SOURCE, SINK]
+        #: Names of the vertices of an even flow: all nodes as receivers, then as senders.
+        self._tails, self._heads = (
+            [*self.names, *self.names, SOURCE, ""],
+            [*self.names, *self.names, "", SINK],
+        )
 
     def held(self, placement: Placement) -> list[Interval]:
         return [placement.get(name, (0, 0)) for name in self.names]
@@ -193,6 +206,62 @@ class PlacementFlows:
             return flow
         shares = zip(edges, solution.values[: len(edges)], strict=True)
         return Flow(total, {edge: float(share) * total for edge, share in shares if share > _LEAST_SHARE})
+
+    def even(self, held: Sequence[Interval]) -> dict[Edge, float]:
+        """Return the share of each link if nothing were full: flows with the least sum of f^2 / capacity.
+
+        That is the current in a network of resistors. It is some ten times as fast as `balanced`, and the
+        same if no capacity binds. Empty if no request gets through.
+        """
+        count = len(held)
+        first, end = np.array(held).T
+        through, enter, leave = np.arange(count), 2 * count, 2 * count + 1
+        inside, between, sources, sinks = self._conductances
+        follows = first[None, :] == end[:, None]
+        if self.cluster.partial_inference:
+            follows |= (first[None, :] < end[:, None]) & (end[:, None] < end[None, :])
+        used = end > first
+        lines = np.zeros((leave + 1, leave + 1))
+        lines[through, count + through] = inside[through, end - first]
+        lines[count:enter, :count] = between * (follows & used & used[:, None])
+        lines[enter, :count] = sources * ((first == 0) & used)
+        lines[count:enter, leave] = sinks * ((end == self.cluster.model.layers) & used)
+        drawn = np.zeros(leave + 1)
+        drawn[enter], drawn[leave] = 1.0, -1.0
+        for _ in range(_MOST_POTENTIALS):
+            both = -lines - lines.T
+            degree = -both.sum(axis=1)
+            leaks = _LEAK_SHARE * (degree + 1.0)  # parts of the network may be isolated
+            np.fill_diagonal(both, degree + leaks)
+            potential = np.linalg.solve(both, drawn)
+            if leaks @ abs(potential) > 0.5:  # there is no way through
+                return {}
+            flow = lines * (potential[:, None] - potential)
+            if flow.min() >= -_LEAST_EVEN_SHARE:
+                break
+            lines[flow < -_LEAST_EVEN_SHARE] = 0.0  # nothing goes backwards
+        flow[:count] = 0.0
+        return {
+            (self._tails[tail], self._heads[head]): float(flow[tail, head])
+            for tail, head in np.argwhere(flow > _LEAST_EVEN_SHARE)
+        }
+
+    @cached_property
+    def _conductances(self) -> tuple[NDArray[np.float64], ...]:
+        """Return the tokens/s of nodes by layers, of links between them, from the source and to the sink."""
+        inside = np.zeros((len(self.rates), max(map(len, self.rates))))
+        for own, rates in zip(inside, self.rates, strict=True):
+            own[: len(rates)] = rates
+        most = _MOST_LINK_FACTOR * inside.max()
+        between, sources, sinks = (
+            np.array([min(most, self.cluster.link_rate((sender, receiver))) for sender, receiver in edges])
+            for edges in (
+                product(self.names, self.names),
+                ((SOURCE, name) for name in self.names),
+                ((name, SINK) for name in self.names),
+            )
+        )
+        return inside, between.reshape(len(self.names), -1), sources, sinks
 
     def _first(self, placement: Placement) -> tuple[Flow, list[Edge]]:
         """Return a maximum flow as it comes, and the links that a request may take."""

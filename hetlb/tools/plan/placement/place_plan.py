@@ -126,8 +126,9 @@ class PlacePlan:
     result: PipelineResult | None
     losses: list[Loss]
     interrupted: bool
-    #: All candidates of the search, the best first.
+    #: Candidates of the search with a flow, the best first, and the number of all.
     candidates: Sequence[PlacementCandidate] = ()
+    met: int = 0
 
 
 def plan_placement(
@@ -144,6 +145,7 @@ def plan_placement(
     searching = limits.within((_GIVEN_SHARE if given is not None else _SEARCH_SHARE) * seconds)
     flows, highest = PlacementFlows(cluster), None
     candidates: Sequence[PlacementCandidate] = ()
+    met = 0
     if given is not None:
         chosen = PlacementCandidate(given, flows.balanced(given))
     else:
@@ -162,13 +164,13 @@ def plan_placement(
                 raise KeyboardInterrupt
             raise PlanError("expected a way from source through all layers to sink, got none")
         chosen, highest, bound = found.best, found.highest_flow, found.bound
-        candidates = found.candidates
+        candidates, met = found.candidates, found.met
     check_placement(cluster, chosen.placement, chosen.flow, bound)
     result = chosen.run.result if isinstance(chosen.run, PlacementRun) else None
     if result is None and simulate_s is not None:
         result = simulator.run(chosen.placement, chosen.flow, simulate_s, searching)
     lost = [] if limits.interrupted else losses(flows, chosen.placement, limits)
-    return PlacePlan(cluster, chosen, bound, highest, result, lost, limits.interrupted, candidates)
+    return PlacePlan(cluster, chosen, bound, highest, result, lost, limits.interrupted, candidates, met)
 
 
 # --- failures -------------------------------------------------------------------------------------------

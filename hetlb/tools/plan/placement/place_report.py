@@ -57,7 +57,7 @@ def document_of(
         if result is None
         else {"scheduler": scheduler, "load": load, "seconds": result.window_s, **result.document()},
         "candidates": {
-            "known": len(plan.candidates),
+            "known": plan.met,
             "simulated": sum(each.simulated is not None for each in plan.candidates),
         },
         "highest_flow": None

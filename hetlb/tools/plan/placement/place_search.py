@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Protocol
 
 from hetlb.tools.paths.stages import SINK, SOURCE
@@ -45,7 +45,7 @@ Layout = list[Interval]
 _ENDS_JUDGED = (0.1, 0.65)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
-_ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
+_ISLANDS_JUDGED, _ISLANDS_ALONE = 1, 4
 #: Simple rules that a plan is compared with.
 BASELINES = ("swarm", "separate-pipelines", "petals")
 #: Places tried for each machine that a construction leaves over.
@@ -62,15 +62,18 @@ _FEWEST_LISTED, _MOST_LISTED = 2, 80
 #: Seconds of the first window of a simulation; the cost of a race's rounds, in first windows.
 FIRST_WINDOW_S = 20.0
 _ROUNDS_COST = 2.5
+#: Relative error of a difference of simulations, times their window in seconds: short ones are of transients.
+DOUBT_S = 2.0
 #: Least share of a bound: the highest flow of blocks is looked for above it.
 _LEAST_SHARE = 0.3
 
 
 @dataclass(slots=True)
 class PlacementCandidate:
-    """A placement with its figures. Tokens/s; None where it was not simulated.
+    """A placement with its figures. Tokens/s; None if it was not simulated.
 
-    `window_s` is its simulation's; `rule` names the simple rule that it follows, "" for none.
+    `window_s` is its simulation's, `by_window` has the figures of shorter ones, too; `rule` names the simple
+    rule that it follows, "" for none.
     """
 
     placement: Placement
@@ -80,14 +83,19 @@ class PlacementCandidate:
     window_s: float = 0.0
     run: JudgedRun | None = None
     rule: str = ""
+    by_window: dict[float, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class PlacementsFound:
-    """Result of a search: candidates, the best first; `bound`: no placement has a higher flow."""
+    """Result of a search: candidates with a flow, the best first; all that were met, by number.
+
+    `bound`: no placement has a higher flow.
+    """
 
     candidates: list[PlacementCandidate] = field(default_factory=list)
     bound: float = math.inf
+    met: int = 0
 
     @property
     def highest_flow(self) -> PlacementCandidate:
@@ -110,6 +118,13 @@ def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, 
 
 def _by_flow(candidate: PlacementCandidate) -> tuple[float, float, float]:
     return (round(candidate.flow.tokens_per_s, 6), candidate.simulated or 0.0, candidate.estimate)
+
+
+def _surely_better(one: PlacementCandidate, rule: PlacementCandidate) -> bool:
+    """Return True if a candidate leads a rule by more than what their last common window may be off by."""
+    assert rule.simulated is not None, "expected a simulated rule"
+    window_s = min(one.window_s, rule.window_s)
+    return one.by_window.get(window_s, 0.0) > rule.by_window[window_s] * (1.0 + DOUBT_S / window_s)
 
 
 class PlacementSearch:
@@ -144,7 +159,9 @@ class PlacementSearch:
         self._progress = progress or (lambda phase, best: None)
         self._flows = PlacementFlows(cluster)
         self._most = [cluster.most_layers(node) for node in cluster.nodes]
+        #: Placements with their flows, and estimates of all that annealing met.
         self._known: dict[tuple[Interval, ...], PlacementCandidate] = {}
+        self._estimates: dict[tuple[Interval, ...], float] = {}
         #: Nodes of each class that may be exchanged: one order of their intervals stands for all.
         self._alike = [own for own in _classes(cluster) if len(own) > 1]
 
@@ -167,7 +184,11 @@ class PlacementSearch:
             if self._judge is not None:
                 self._race(limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
-        return PlacementsFound(best, self._bound)
+        rule = next((each for each in best if each.rule and each.simulated is not None), None)
+        if rule is not None and not _surely_better(best[0], rule):
+            best.remove(rule)
+            best.insert(0, rule)
+        return PlacementsFound(best, self._bound, len(self._known | self._estimates))
 
     @property
     def _done(self) -> bool:
@@ -315,8 +336,13 @@ class PlacementSearch:
         return ordered
 
     def _estimate(self, layout: Layout) -> float:
-        candidate = self._keep(layout)
-        return 0.0 if candidate is None else candidate.estimate
+        """Return an estimate of the output tokens/s, without the exact flow of a candidate."""
+        key = tuple(self._ordered(layout))
+        found = self._estimates.get(key)
+        if found is None:
+            placement = dict(zip(self._flows.names, key, strict=True))
+            found = self._estimates[key] = self._estimator.estimate(placement, self._flows.even(key))
+        return found
 
     def _anneal(
         self, layout: Layout, score: Callable[[Layout], float], limits: SolveLimits, heat: tuple[float, float]
@@ -424,6 +450,7 @@ class PlacementSearch:
         figure = candidate.run.advance(window_s)
         if figure is not None:
             candidate.simulated, candidate.window_s = figure, window_s
+            candidate.by_window[window_s] = figure
 
     def _race(self, limits: SolveLimits) -> None:
         """Halve successively: more candidates over the first window, then the better half over twice as long.
@@ -435,6 +462,7 @@ class PlacementSearch:
             return
         many = int(left / (max(self._cost_s, 1e-3) * _ROUNDS_COST)) if math.isfinite(left) else _MOST_LISTED
         self._enter(self._shortlist(max(_FEWEST_LISTED, min(_MOST_LISTED, many))), limits)
+        rules = [each for each in self._known.values() if each.rule and each.simulated is not None]
         racing = sorted(
             (each for each in self._known.values() if each.simulated is not None),
             key=_by_throughput,
@@ -443,8 +471,11 @@ class PlacementSearch:
         window_s = self._first_s
         over = False
         while racing and window_s < self._longest_s and not over:
-            # The best two go on to the end: a plan is not chosen by a short window.
-            racing = racing[: max(_FEWEST_LISTED, (len(racing) + 1) // 2)]
+            # The best two go on to the end: a plan is not chosen by a short window. So does the best rule,
+            # which the answer must not be below.
+            ahead = racing[: max(_FEWEST_LISTED, (len(racing) + 1) // 2)]
+            rules = [max(rules, key=_by_throughput)] if rules else []
+            racing = [*ahead, *(each for each in rules if each not in ahead)]
             window_s = min(2.0 * window_s, self._longest_s)
             for candidate in racing:
                 over = limits.over
@@ -455,15 +486,19 @@ class PlacementSearch:
             racing.sort(key=_by_throughput, reverse=True)
 
     def _shortlist(self, count: int) -> list[PlacementCandidate]:
-        """Return the best by estimate and the best by flow in turn; they differ in three nodes or more."""
-        known = self._known.values()
-        by_estimate = sorted(known, key=lambda each: -each.estimate)
-        by_flow = sorted(known, key=lambda each: (-round(each.flow.tokens_per_s, 3), -each.estimate))
+        """Return the best by estimate; they differ in three nodes or more."""
         listed: list[PlacementCandidate] = []
-        for candidate in chain.from_iterable(zip(by_estimate, by_flow, strict=True)):
-            if len(listed) < count and all(_differing(candidate, other) >= 3 for other in listed):
+        for key in sorted(self._estimates, key=lambda each: -self._estimates[each]):
+            if len(listed) == count:
+                break
+            if all(_differing(key, self._held(other)) >= 3 for other in listed) and (
+                candidate := self._keep(list(key))
+            ):
                 listed.append(candidate)
         return listed
+
+    def _held(self, candidate: PlacementCandidate) -> list[Interval]:
+        return self._flows.held(candidate.placement)
 
 
 def _classes(cluster: PlaceCluster) -> list[list[int]]:
@@ -491,5 +526,5 @@ def _exchangeable(cluster: PlaceCluster, one: PlaceNode, other: PlaceNode) -> bo
     )
 
 
-def _differing(one: PlacementCandidate, other: PlacementCandidate) -> int:
-    return sum(interval != other.placement[name] for name, interval in one.placement.items())
+def _differing(one: Sequence[Interval], other: Sequence[Interval]) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
