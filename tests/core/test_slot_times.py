@@ -116,6 +116,32 @@ def test_answers_one_after_the_other_show_no_slots() -> None:
     assert server.scheduler.instances[0].sequences <= 6
 
 
+def test_answers_in_turn_keep_a_burst_away_before_the_slots_are_learnt() -> None:
+    server = Server(1, stated=False)
+    for _ in range(3):
+        server.arrive(60)
+    server.run(server.now + 30.0)
+    assert len(server.answers) == 3
+    for _ in range(40):
+        server.arrive(60)
+    assert server.scheduler.instances[0].sequences == 1
+
+
+def test_prompts_without_answers_open_the_slots_of_an_engine_without_figures() -> None:
+    """Embeddings show no tokens; none of them comes late."""
+    scheduler = make_scheduler([InstanceSpec("a", MODEL)], "hetlb")
+    commands: list[Any] = []
+    for i in range(400):
+        commands += scheduler.on_arrival(request(i, generates=False), 0.0)
+    now, most = 0.0, 0
+    while running := [each.lease for each in commands if isinstance(each, Dispatch)]:
+        most, now, commands = max(most, len(running)), now + 0.05, []
+        for lease in running:
+            commands += scheduler.on_first_token(lease, now)
+            commands += scheduler.on_lease_ended(lease, Outcome.OK, now)
+    assert most > 100
+
+
 def test_an_engine_with_room_for_all_is_not_held_back() -> None:
     rng, server = random.Random(3), Server(256, stated=False)
     for _ in range(400):

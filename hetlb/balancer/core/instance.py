@@ -451,7 +451,8 @@ class Instance:
         if now > speed.last:
             self.elapsed(now)
         self._read(lease, now)
-        if self.exploring is not None:
+        whole = self.slot_times is not None and lease.request.generates and not lease.request.streamed
+        if self.exploring is not None and not whole:  # the end of a whole answer tells if it waited
             told = self.sample_at is not None or self.capacity.max_num_seqs is not None
             self.exploring.first_token(lease, now, told=told)
             if self.exploring.sequences(self.leases, now) >= self.max_num_seqs:

@@ -332,6 +332,13 @@ def learn_slots_whole(instance: Instance, lease: Lease, now: float) -> None:
     slots = times.answered(lease.id, expected_s, now)
     if slots and slots != instance.max_num_seqs:
         _believe(instance, slots, now)
+    exploring = instance.exploring
+    if exploring is not None:
+        exploring.likely = times.likely
+        if not times.likely:
+            exploring.first_token(lease, now, told=False)
+        if exploring.sequences(instance.leases, now) >= instance.max_num_seqs:
+            instance.exploring = None
 
 
 def _believe(instance: Instance, slots: int, now: float) -> None:

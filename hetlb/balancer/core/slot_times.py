@@ -65,13 +65,15 @@ class _Fit:
 class SlotTimes:
     """Evidence about the slots of one instance."""
 
-    __slots__ = ("_ended", "_fits", "_sent")
+    __slots__ = ("_ended", "_fits", "_sent", "likely")
 
     def __init__(self) -> None:
         self._sent: dict[int, _Sent] = {}
         #: The request that ended last, and its id.
         self._ended: tuple[int, _Sent] | None = None
         self._fits = [_Fit() for _ in CANDIDATES]
+        #: Number of slots that explains all answers so far clearly better than no limit, 0 without one.
+        self.likely = 0
 
     def begin(self, lease_id: int, now: float) -> None:
         """Note that a request was sent."""
@@ -104,13 +106,12 @@ class SlotTimes:
             at = len(sent.since) - (slots - sent.ahead)
             seconds = at_most if slots >= running else expected_s(float(slots))
             fit.add(math.log(max(1e-6, now - sent.since[max(0, at)]) / max(1e-6, seconds)))
-        return self._believed()
+        self.likely = self._likely()
+        return self.likely if self._fits[-1].weight >= _LEAST_ANSWERS else 0
 
-    def _believed(self) -> int:
+    def _likely(self) -> int:
         """Return the number of slots that explains the answers, 0 while several do."""
         most = self._fits[-1]
-        if most.weight < _LEAST_ANSWERS:
-            return 0
         best, slots = most, 0
         for each, fit in zip(CANDIDATES, self._fits, strict=True):
             if fit.deviation < best.deviation:
