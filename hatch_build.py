@@ -46,7 +46,7 @@ COMPILED = (
     *(
         f"balancer/engines/{name}.py"
         for name in (
-            "engine_metrics", "engine_pools", "engine_tables", "last_page", "upstream",
+            "engine_metrics", "engine_pools", "engine_tables", "last_page", "rounds", "upstream",
         )
     ),
     *(

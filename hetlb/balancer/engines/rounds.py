@@ -161,4 +161,5 @@ class Rounds:
     def _doubted(self, instance: Instance, now: float) -> bool:
         """Return True if another server may be at an address, or an engine may load its model."""
         refused = now - instance.refused_at < _DOUBTED_INTERVALS * self._least_s
-        return refused or instance.evidence.wary(now) or instance.spec.model not in ("", *instance.models)
+        model = instance.spec.model
+        return refused or instance.evidence.wary(now) or (model != "" and model not in instance.models)
