@@ -186,3 +186,15 @@ def test_misses_beside_background_do_not_say_that_targets_cannot_be_met() -> Non
         for _ in range(20):
             protected.answered(lease, 3.0, alone)
         assert protected.hopeless == alone
+
+
+def test_costs_of_instances_are_kept_as_their_speed_changes_and_those_of_older_speeds_are_not() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b"), spec("c")], "hetlb")
+    mix, instances = Demand().mix, tuple(scheduler.instances)
+    for step in range(1000):
+        changed = instances[step % 3]
+        changed.max_num_seqs = 16 + step
+        changed.changed()
+        costs = mix.fleet(instances).costs
+        assert costs == [mix.costs(each) for each in instances]
+    assert len(mix._costs) <= 32

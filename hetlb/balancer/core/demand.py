@@ -43,8 +43,10 @@ def size_of(request: Request, predicted_output: float) -> float:
 MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
-#: Most kinds, and sequences of instances, with kept costs.
+#: Most kinds, and sequences of instances, with kept costs; most kinds besides twice those of the instances: each
+#: change of a learnt speed makes another, with its loads.
 _MOST_KINDS: Final = 1024
+_SPARE_KINDS: Final = 16
 _MOST_FLEETS: Final = 128
 #: Instances of the smallest fleet that is divided into blocks.
 LEAST_FLEET: Final = 64
@@ -182,6 +184,9 @@ class Mix:
             if len(self._fleets) >= _MOST_FLEETS:
                 self._fleets.clear()
             known = self._fleets[id(instances)] = FleetCosts(instances, costs)
+            if len(self._costs) > 2 * len(costs) + _SPARE_KINDS:
+                used = {each.kind for fleet in self._fleets.values() for each in fleet.members}
+                self._costs = {kind: self._costs[kind] for kind in used if kind in self._costs}
         self._newest = known
         return known
 
