@@ -188,7 +188,7 @@ def test_misses_beside_background_do_not_say_that_targets_cannot_be_met() -> Non
         assert protected.hopeless == alone
 
 
-def test_costs_of_instances_are_kept_as_their_speed_changes_and_those_of_older_speeds_are_not() -> None:
+def test_costs_are_kept_for_present_speeds_alone() -> None:
     scheduler = make_scheduler([spec("a"), spec("b"), spec("c")], "hetlb")
     mix, instances = Demand().mix, tuple(scheduler.instances)
     for step in range(1000):

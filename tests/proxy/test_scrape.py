@@ -26,7 +26,7 @@ from hetlb.balancer.core.facts import (
     ProbeResult,
 )
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import AdminState, Health, InstanceSpec
+from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.rounds import Looked
 from hetlb.balancer.engines.scrape import EngineWatch
@@ -61,17 +61,22 @@ class Watch:
         self.changes: list[InstanceChange] = []
         self.samples: list[tuple[str, EngineSample]] = []
         self._news = asyncio.Event()
-        evidence = SimpleNamespace(health=SimpleNamespace(state=Health.UP))
-        instances = [
-            SimpleNamespace(
-                name=f"e{i}", spec=SimpleNamespace(url=url), admin=AdminState.READY, evidence=evidence
-            )
-            for i, url in enumerate(urls)
-        ]
-        scheduler = SimpleNamespace(instances=instances, fleet=SimpleNamespace(instances={}, losses=None))
-        scheduling = SimpleNamespace(scheduler=scheduler, change=self._on_change, sample=self._on_sample)
+        self._urls = urls
+        # The scheduler knows no instance: what the watch reports is kept here.
+        scheduling = SimpleNamespace(
+            scheduler=make_scheduler([]), change=self._on_change, sample=self._on_sample
+        )
         table = ScrapeTable(interval_s=0.05, timeout_s=timeout_s)
         self.watch = EngineWatch(table, cast(SchedulerDriver, scheduling), {})
+
+    async def start(self) -> None:
+        """Begin to watch; returns once every server was looked at."""
+        await self.watch.start({}, HANG_S)
+        for i, url in enumerate(self._urls):
+            self.watch.add(f"e{i}", url)
+        async with asyncio.timeout(HANG_S):
+            for event in list(self.watch._first_looks.values()):
+                await event.wait()
 
     def _on_change(self, change: InstanceChange) -> None:
         self.changes.append(change)
@@ -91,7 +96,7 @@ class Watch:
 @asynccontextmanager
 async def watching(*urls: str, timeout_s: float = HANG_S) -> AsyncIterator[Watch]:
     watch = Watch(urls, timeout_s)
-    await watch.watch.start({}, HANG_S)
+    await watch.start()
     try:
         yield watch
     finally:

@@ -43,10 +43,11 @@ def size_of(request: Request, predicted_output: float) -> float:
 MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
-#: Most kinds, and sequences of instances, with kept costs; most kinds besides twice those of the instances: each
-#: change of a learnt speed makes another, with its loads.
+#: Most kinds with kept costs, and how many besides twice the instances: each change of a learnt speed makes
+#: another kind, with its loads.
 _MOST_KINDS: Final = 1024
 _SPARE_KINDS: Final = 16
+#: Most sequences of instances with kept costs.
 _MOST_FLEETS: Final = 128
 #: Instances of the smallest fleet that is divided into blocks.
 LEAST_FLEET: Final = 64

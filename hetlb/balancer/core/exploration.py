@@ -28,7 +28,7 @@ class Exploration:
 
     def __init__(self) -> None:
         self._first_tokens = 0
-        #: What first tokens showed: multiples of `_UNEXPLORED_SEQUENCES` that it may run.
+        #: Multiples of `_UNEXPLORED_SEQUENCES` that first tokens allow.
         self._shown = 1
         #: Slots that explain its whole answers clearly better than more would, 0 if none do.
         self.likely = 0
