@@ -305,7 +305,7 @@ def _learn_slots(instance: Instance, sample: EngineSample, now: float) -> None:
     room = fullest is not None and fullest < _ROOM_SHARE
     full = running if sample.waiting and room and _waits_for_slot(instance, running, now) else 0
     if running > instance.max_num_seqs or (full and full == instance.waiting_seen):
-        _believe(instance, running, now)
+        believe_slots(instance, running, now)
     instance.waiting_seen = full
 
 
@@ -315,33 +315,10 @@ def learn_slots_late(instance: Instance, lease: Lease, now: float) -> None:
         return
     late = now - lease.dispatched_at > _LATE_FACTOR * lease.forecast_first_s + 1.0
     if late and lease.ahead > instance.steps.most and instance.speed.stood_at < lease.dispatched_at:
-        _believe(instance, instance.steps.most, now)
+        believe_slots(instance, instance.steps.most, now)
 
 
-def learn_slots_whole(instance: Instance, lease: Lease, now: float) -> None:
-    """Learn how many sequences it runs at once, without metrics, from a whole answer that ended well."""
-    times, nominal = instance.slot_times, instance.nominal
-    if times is None:
-        return
-    prompt, steps = float(lease.request.prompt_tokens), max(1.0, float(lease.output_tokens))
-    read_s, context = nominal.prefill_s(prompt), prompt + steps / 2.0
-
-    def expected_s(batch: float) -> float:
-        return read_s + steps * nominal.step_s(batch, batch * context)
-
-    slots = times.answered(lease.id, expected_s, now)
-    if slots and slots != instance.max_num_seqs:
-        _believe(instance, slots, now)
-    exploring = instance.exploring
-    if exploring is not None:
-        exploring.likely = times.likely
-        if not times.likely:
-            exploring.first_token(lease, now, told=False)
-        if exploring.sequences(instance.leases, now) >= instance.max_num_seqs:
-            instance.exploring = None
-
-
-def _believe(instance: Instance, slots: int, now: float) -> None:
+def believe_slots(instance: Instance, slots: int, now: float) -> None:
     """Take over an observed number of slots. After a trial in vain the next one comes later."""
     in_vain = slots <= instance.slots_learnt
     instance.slots_pause_s = min(_MOST_TRIAL_S, 2.0 * instance.slots_pause_s) if in_vain else FIRST_TRIAL_S

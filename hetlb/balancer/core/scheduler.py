@@ -250,7 +250,9 @@ class Scheduler:
         if request.generates and not request.generated and not odd:
             self.predictor.observe(request, lease.output_tokens / request.sequences)
             if instance.slot_times is not None and not request.streamed:
-                learning.learn_slots_whole(instance, lease, now)
+                from hetlb.balancer.core.slot_times import learn_slots_whole
+
+                learn_slots_whole(instance, lease, now)
             if learning.learn_speed(instance, lease, now):
                 fleet.share_speed(instance.spec.model, instance.profiled)
             instance.errors.learn(lease, now)

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core import learning
 from hetlb.balancer.core.types import Lease
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.instance import Instance
 
 #: Numbers of slots that are compared; the last stands for no limit that matters.
 CANDIDATES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
@@ -126,3 +130,26 @@ def slot_times_of(leases: Iterable[Lease], new: Lease) -> SlotTimes:
         if each is not new and each.request.sequences:
             times.begin(each.id, each.dispatched_at)
     return times
+
+
+def learn_slots_whole(instance: Instance, lease: Lease, now: float) -> None:
+    """Learn how many sequences it runs at once, without metrics, from a whole answer that ended well."""
+    times, nominal = instance.slot_times, instance.nominal
+    if times is None:
+        return
+    prompt, steps = float(lease.request.prompt_tokens), max(1.0, float(lease.output_tokens))
+    read_s, context = nominal.prefill_s(prompt), prompt + steps / 2.0
+
+    def expected_s(batch: float) -> float:
+        return read_s + steps * nominal.step_s(batch, batch * context)
+
+    slots = times.answered(lease.id, expected_s, now)
+    if slots and slots != instance.max_num_seqs:
+        learning.believe_slots(instance, slots, now)
+    exploring = instance.exploring
+    if exploring is not None:
+        exploring.likely = times.likely
+        if not times.likely:
+            exploring.first_token(lease, now, told=False)
+        if exploring.sequences(instance.leases, now) >= instance.max_num_seqs:
+            instance.exploring = None
