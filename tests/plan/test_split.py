@@ -265,6 +265,13 @@ def found_is_best(of: SplitCluster, cost: ProfileCost | PaperCost) -> None:
     assert found.bound >= best.throughput * (1 - 1e-6)
 
 
+def test_a_group_that_takes_part_in_no_transfer_takes_no_gpus_of_a_plan_that_splits() -> None:
+    """A pipeline for both phases over two machines, beside a prefill and a decode group: NIXL takes none."""
+    machines = [machine("a", "A100", 5), machine("b", "L40", 1), machine("c", "L40", 2)]
+    of = cluster(machines, OPT_30B, ((268, 279),), 1e8)
+    found_is_best(of, ProfileCost(of))
+
+
 def test_exhaustive_search_is_exhaustive() -> None:
     """Against plain enumeration of all ways to give one of four GPUs to one of four groups with a role."""
     of = cluster([machine("h", "H100", 2), machine("l", "L40", 2)])

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.tools.plan.common.capabilities import refused
 from hetlb.tools.plan.common.composition import MOST_GPUS
 from hetlb.tools.plan.disaggregation.cost import GroupTable
 from hetlb.tools.plan.disaggregation.network import LINK_SHARE
@@ -145,15 +146,19 @@ class Templates:
     ) -> Solved | None:
         """Return the best numbers of templates in these roles found within the limits.
 
-        Templates with exact capacities come first, as they take no simulation; then all.
+        Templates with exact capacities come first, as they take no simulation; then all. Groups for both
+        phases that cannot take part in transfers stand in plans without splitting alone.
         """
+        mixed = len(roles) > 1
         choices: list[Choice] = []
         bound = math.inf
         for promised in (False, True):
             own = [
                 at
                 for at, template in enumerate(self.templates)
-                if template.group.role in roles and (template.exact or promised)
+                if template.group.role in roles
+                and (template.exact or promised)
+                and not (mixed and template.group.role is Role.BOTH and refused(template.group.form()))
             ]
             integer = False
             while own:

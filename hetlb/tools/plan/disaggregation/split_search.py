@@ -67,9 +67,10 @@ def search(
     solved = templates.solve(limits, roles, on_progress)
     if solved is not None:
         choices |= dict.fromkeys(solved.choices)
-        found.template_bound = solved.bound
+        whole_bound = math.inf if both is None else both.bound
+        found.template_bound = max(solved.bound, whole_bound if Role.BOTH in roles else 0.0)
         if templates.complete:
-            found.bound = solved.bound
+            found.bound = found.template_bound
     plans = [each for each in map(plan, choices) if each.throughput > 0.0]
     found.plans = sorted(plans, key=lambda each: -each.throughput)
     return found
