@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.admin.beliefs import believed
+from hetlb.balancer.core.facts import CapacityLearned, EngineSample
 from hetlb.balancer.core.slot_times import CANDIDATES, SlotTimes
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 
@@ -179,3 +180,29 @@ def test_the_slots_of_a_fifo_are_found_whatever_the_lengths(
         tokens = lengths[number]
         believed_slots = times.answered(number, lambda _, n=tokens: STEP_S * n, now) or believed_slots  # type: ignore[misc]
     assert believed_slots == slots
+
+
+@pytest.mark.parametrize("later", ["streams", "figures", "slots"])
+def test_what_whole_answers_showed_ends_with_better_evidence(later: str) -> None:
+    server = Server(1, stated=False)
+    for _ in range(3):
+        server.arrive(60)
+    server.run(server.now + 30.0)
+    scheduler = server.scheduler
+    instance = scheduler.instances[0]
+    if later == "figures":
+        scheduler.on_scrape("a", EngineSample(running=0, waiting=0, kv_usage=0.0), server.now)
+    elif later == "slots":
+        scheduler.on_instance(CapacityLearned("a", Capacity(max_num_seqs=64)), server.now)
+    commands: list[Any] = []
+    for number in range(100, 160):
+        commands += scheduler.on_arrival(request(number, max_tokens=400, streamed=True), server.now)
+    most, now = 0, server.now
+    while running := [each.lease for each in commands if isinstance(each, Dispatch)]:
+        most, now, commands = max(most, len(running)), now + 0.05, []
+        for lease in running:
+            commands += scheduler.on_first_token(lease, now)
+            lease.output_tokens = 60
+            commands += scheduler.on_lease_ended(lease, Outcome.OK, now + 1.3)
+        now += 1.3
+    assert most > 3, instance.max_num_seqs

@@ -149,6 +149,15 @@ def test_most_answers_are_usual(compact: bool) -> None:
         whole("a few words"), counted(whole("a few words"), None, None, True), b"{}", b"", b'{"choices":[',
         counted(b'{"choices":[]}', 9, None, True), counted(b'{"choices":null}', 9, None, True),
         counted(b'{"choices":[{}],"error":{"message":"no"}}', 9, None, True),
+        counted(whole("a few words"), -1, None, True), counted(whole("a few words"), 10**20, None, True),
+        *(
+            json.dumps(json.loads(whole("a few words")) | {"usage": usage}).encode()
+            for usage in (
+                {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 8},
+                {"prompt_tokens": 10, "completion_tokens": 5, "input_tokens_details": {"cached_tokens": 8}},
+                {"input_tokens": 10, "completion_tokens": 5},
+            )
+        ),
     ],
 )  # fmt: skip
 def test_another_form_is_not_read_at_one_look(body: bytes) -> None:

@@ -30,6 +30,8 @@ from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 WINDOW_S: Final = 30.0
 #: Least load of a busy model.
 BUSY_LOAD: Final = 0.8
+#: Least ended requests whose rate is believed before they were counted for `ARRIVALS_S`.
+_LEAST_ENDED: Final = 20
 #: Seconds over which arrivals are counted, and the least.
 ARRIVALS_S: Final = 10.0
 LEAST_S: Final = 1.0
@@ -308,7 +310,7 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _served_when_full(able: Sequence[Instance], recent: Recent, model: str, now: float) -> float:
-    """Return the requests/s that full servers complete, infinity if they were not full for long enough.
+    """Return the requests/s that full servers complete, infinity while few ended.
 
     Ended requests are counted over the seconds of the arrivals, from the last sample without a waiting
     request on: servers that had room show no more than what came. The running requests over the age of the
@@ -319,10 +321,10 @@ def _served_when_full(able: Sequence[Instance], recent: Recent, model: str, now:
     levels = [(number, each.levels) for number, each in stretches.items() if each.levels is not None]
     first = max(first, 1 + max([number for number, each in levels if not each[0].get(model)], default=-1))
     full_s = now - first * BIN_S
-    if full_s < BIN_S:
-        return math.inf
     shares = recent.last((last + 1 - first) * BIN_S, now).shares
     ended = sum(shares[each.name].ended for each in able if each.name in shares)
+    if full_s < BIN_S or (ended < _LEAST_ENDED and full_s < ARRIVALS_S - 2.0 * BIN_S):
+        return math.inf
     since = [lease.dispatched_at for each in able for lease in each.leases.values()]
     age_s = now - min(since, default=0.0)
     return max(ended / full_s, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)

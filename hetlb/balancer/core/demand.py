@@ -121,7 +121,7 @@ class Mix:
     """
 
     __slots__ = (
-        "_bookings", "_costs", "_fleets", "_measured", "_newest", "booked", "count",
+        "_bookings", "_costs", "_fleets", "_measured", "_newest", "_used", "booked", "count",
         "output", "prefill", "prompt",
     )  # fmt: skip
 
@@ -133,6 +133,8 @@ class Mix:
         self.count = 0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[EngineKind, Costs] = {}
+        #: Kinds of instances when those of none were forgotten last.
+        self._used = 0
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, FleetCosts] = {}
         #: Costs of the last decision.
@@ -185,9 +187,10 @@ class Mix:
             if len(self._fleets) >= _MOST_FLEETS:
                 self._fleets.clear()
             known = self._fleets[id(instances)] = FleetCosts(instances, costs)
-            if len(self._costs) > 2 * len(costs) + _SPARE_KINDS:
+            if len(self._costs) > 2 * max(len(costs), self._used) + _SPARE_KINDS:
                 used = {each.kind for fleet in self._fleets.values() for each in fleet.members}
                 self._costs = {kind: self._costs[kind] for kind in used if kind in self._costs}
+                self._used = len(used)
         self._newest = known
         return known
 

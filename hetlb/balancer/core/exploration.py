@@ -24,19 +24,17 @@ _LATE_ANSWER: Final = 1.5
 class Exploration:
     """Sequences that the answers of an instance allow, as long as it is explored."""
 
-    __slots__ = ("_first_tokens", "_shown", "likely")
+    __slots__ = ("_first_tokens", "likely")
 
     def __init__(self) -> None:
         self._first_tokens = 0
-        #: Multiples of `_UNEXPLORED_SEQUENCES` that first tokens allow.
-        self._shown = 1
         #: Slots that explain its whole answers clearly better than more would, 0 if none do.
         self.likely = 0
 
     @property
     def least_sequences(self) -> int:
         """Return the sequences that it may run at once, however long it has been silent."""
-        return self.likely or _UNEXPLORED_SEQUENCES * self._shown
+        return self.likely or _UNEXPLORED_SEQUENCES * (1 + self._first_tokens)
 
     def sequences(self, leases: Mapping[LeaseId, Lease], now: float) -> float:
         """Return the sequences that it may run at once. `leases` are its leases, the oldest first."""
@@ -48,19 +46,23 @@ class Exploration:
                 waited_s = 0.0 if oldest.first_token_at is not None else now - oldest.dispatched_at
                 break
         by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
-        return _UNEXPLORED_SEQUENCES * max(float(self._shown), by_time)
+        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
 
     def first_token(self, lease: Lease, now: float, *, told: bool) -> None:
         """Count the first token of a lease. `told`: the engine tells its figures, or its slots are stated.
 
-        Without that, a late first token does not count: its request may have waited for a slot. Nor do more
-        of them count than sequences ran at once, as they say nothing of more slots.
+        Without that, a late first token does not count: its request may have waited for a slot.
         """
-        tokens = self._first_tokens + lease.request.sequences
         if told:
-            self._first_tokens, self._shown = tokens, 1 + tokens
+            self._first_tokens += lease.request.sequences
+            self.likely = 0
             return
-        if lease.request.streamed and now - lease.dispatched_at > _LATE_ANSWER * lease.forecast_first_s:
-            return
+        expected_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
+        if now - lease.dispatched_at <= _LATE_ANSWER * expected_s:
+            self.likely = 0  # more may run than whole answers showed: a stream tells sooner if it waits
+            self.began(lease)
+
+    def began(self, lease: Lease) -> None:
+        """Count an answer that waited for no slot, by at most the sequences that ran as it was sent."""
+        tokens = self._first_tokens + lease.request.sequences
         self._first_tokens = max(self._first_tokens, min(tokens, lease.ahead))
-        self._shown = max(1, self._first_tokens)

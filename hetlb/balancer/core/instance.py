@@ -232,7 +232,7 @@ class Instance:
             self.adapters.slots = capacity.max_loras or DEFAULT_MAX_LORAS
         engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
-            self.max_num_seqs = capacity.max_num_seqs * engines
+            self.max_num_seqs, self.slot_times = capacity.max_num_seqs * engines, None
         else:
             self.max_num_seqs = self.max_num_seqs * engines // self.engines
         self.engines = self.speed.engines = engines

@@ -150,6 +150,6 @@ def learn_slots_whole(instance: Instance, lease: Lease, now: float) -> None:
     if exploring is not None:
         exploring.likely = times.likely
         if not times.likely:
-            exploring.first_token(lease, now, told=False)
+            exploring.began(lease)
         if exploring.sequences(instance.leases, now) >= instance.max_num_seqs:
             instance.exploring = None

@@ -159,9 +159,12 @@ class EnginePool(Upstream):
         self._lost = True
 
     def put_back(self, connection: EngineConnection) -> None:
-        """Keep the connection of a cleanly ended answer for a while."""
-        now = self._now()
-        if self.closed or now - connection.made_at > self._most_age_s:
+        """Keep the connection of a cleanly ended answer for a while.
+
+        Not while the engine's models are to be read again: its next connection asks for them.
+        """
+        now, unsure = self._now(), self._lost and self._on_reconnect is not None
+        if self.closed or unsure or now - connection.made_at > self._most_age_s:
             connection.close()
             return
         connection.idle_since = now

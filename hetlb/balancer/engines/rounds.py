@@ -115,7 +115,8 @@ class Rounds:
                 found.append((-since / max(interval_s, self._least_s), name))
         # Later ones of this interval are not yet known: no more than fit into it.
         found.sort()
-        return [name for _, name in found[: 1 + int(_SCANS * self.scan_s / self.pause_s)]]
+        most = 1 + int(_SCANS * self.scan_s / self.pause_s)
+        return [name for _, name in found[:most]]
 
     def light(self, seen: Looked, instance: Instance | None, now: float) -> bool:
         """Return True if this look reads the metrics page alone: every second look at an idle engine."""

@@ -30,7 +30,18 @@ class EngineAnswer:
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
 
-    __slots__ = ("_fields", "_tokens", "_transfers", "head", "kept", "length", "stream", "tail", "whole_only")
+    __slots__ = (
+        "_fields",
+        "_looked_bytes",
+        "_tokens",
+        "_transfers",
+        "head",
+        "kept",
+        "length",
+        "stream",
+        "tail",
+        "whole_only",
+    )
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
@@ -42,6 +53,8 @@ class EngineAnswer:
         self.kept = b""
         #: Fields of a whole answer, None unless it has a choice and its usage.
         self._fields: AnswerFields | None = None
+        #: Bytes of the body that was looked at for them.
+        self._looked_bytes = 0
         #: Output tokens of a whole answer by its usage.
         self._tokens: int | None = None
         #: Empties fields about KV transfers, None before the first part.
@@ -119,7 +132,8 @@ class EngineAnswer:
 
     def has_usage(self, body: bytes) -> bool:
         """Return True if a whole body, of no stream, is an answer with a choice and its usage."""
-        if self._fields is None and len(body) < TAIL_BYTES and self.head.status < 400 and self.is_legible:
+        looked, self._looked_bytes = self._looked_bytes, len(body)
+        if looked != len(body) < TAIL_BYTES and self.head.status < 400 and self.is_legible:
             self._fields = read_answer(body)
         return self._fields is not None
 

@@ -64,7 +64,7 @@ def is_usual(fields: AnswerFields, model: str) -> bool:
 
     Its text begins with two different characters. The first one is no blank.
     """
-    tokens: int = fields.usage.completion_tokens or 0
+    tokens: int = fields.usage.completion_tokens
     choice = fields.choices[0]
     message = choice.message
     text: str | None = choice.text if message is None else message.content

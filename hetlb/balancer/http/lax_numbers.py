@@ -11,14 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import (
-    MostSequences,
-    NumberFields,
-    Priority,
-    RequestFields,
-    Sequences,
-    Tokens,
-)
+from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
 
 _INTEGER: Final = re.compile(r"[+-]?[0-9]++(?:_[0-9]++)*+(?:\.0++)?+")
 _MOST_DIGITS: Final = 4300
@@ -28,31 +21,13 @@ _TRUE: Final = ("1", "true", "t", "yes", "y", "on")
 _FALSE: Final = ("0", "false", "f", "no", "n", "off")
 
 
-_Lax = float | str | bool
-_FORMS: Final[dict[str, Any]] = {
-    "stream": int | _Lax | None,
-    "max_tokens": Tokens | _Lax | None,
-    "max_completion_tokens": Tokens | _Lax | None,
-    "max_output_tokens": Tokens | _Lax | None,
-    "n": Sequences | _Lax | None,
-    "best_of": MostSequences | _Lax | None,
-    "priority": Priority | _Lax | None,
-}
-_LaxFields = msgspec.defstruct(
-    "_LaxFields", [(name, form, None) for name, form in _FORMS.items()], bases=(RequestFields,)
-)
-_decoder = msgspec.json.Decoder(_LaxFields)
-
-
-def lax_fields(body: bytes) -> RequestFields:
-    """Return the fields of a body with such numbers. Raises `msgspec.ValidationError` as vLLM refuses one."""
-    fields: Any = _decoder.decode(body)
-    read = {name: (_truth if name == "stream" else _integer)(getattr(fields, name)) for name in _FORMS}
-    plain = msgspec.convert(read, NumberFields)
-    for name in _FORMS:
-        setattr(fields, name, getattr(plain, name))
-    found: RequestFields = fields
-    return found
+def plain_numbers(fields: RequestFields) -> NumberFields:
+    """Return the numbers and truth values of a body. Raises `msgspec.ValidationError` as vLLM refuses one."""
+    read = {
+        name: (_truth if name == "stream" else _integer)(getattr(fields, name))
+        for name in NumberFields.__struct_fields__
+    }
+    return msgspec.convert(read, NumberFields)
 
 
 def _integer(value: Any) -> Any:

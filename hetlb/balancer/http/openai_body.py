@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import re
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_fields import RequestFields
+from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
 from hetlb.balancer.http.transfer_fields import may_hold_fields, without_transfer_fields
 from hetlb.errors import NOT_JSON
 
@@ -111,25 +111,26 @@ def read_json(kind: Kind, body: bytes) -> Call:
         if not body.isascii():
             body = body.removeprefix(_BOM)  # Python's reader, and so vLLM, takes one
             body.decode()  # msgspec does not look into the strings that it skips
-        decoded = _decode(body)
+        decoded = _decoder.decode(body)
+        stream, counts = decoded.stream, _counts(decoded)
+        if not _are_plain(stream, counts):
+            from hetlb.balancer.http.lax_numbers import plain_numbers
+
+            plain = plain_numbers(decoded)
+            stream, counts = plain.stream, _counts(plain)
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
     except NOT_JSON as error:
         raise GateError(400, "The body is not valid JSON.") from error
     call = Call(body)
     call.model = decoded.model
-    call.stream = decoded.stream is True
-    cap = decoded.max_completion_tokens
-    if cap is None:
-        cap = decoded.max_output_tokens
-    if cap is None:
-        cap = decoded.max_tokens
-    call.max_tokens = 1 if cap == 0 else cap
-    n, best_of, priority = decoded.n, decoded.best_of, decoded.priority
-    if n is not None or best_of is not None:
-        call.n = max(n or 1, best_of or 1)
-    if priority is not None:
-        call.priority = min(max(priority, -MOST_PRIORITY), MOST_PRIORITY)
+    call.stream = bool(stream)
+    for cap in counts[:3]:
+        if cap is not None:
+            call.max_tokens = cap or 1
+            break
+    call.n = max(counts[3] or 1, counts[4] or 1)
+    call.priority = min(max(counts[5] or 0, -MOST_PRIORITY), MOST_PRIORITY)
     call.cache_salt = decoded.cache_salt
     own = decoded.kv_transfer_params or decoded.ec_transfer_params
     if own or ((decoded.vllm_xargs or decoded.sampling_params) and may_hold_fields(body)):
@@ -157,16 +158,6 @@ def read_json(kind: Kind, body: bytes) -> Call:
         if not call.text:
             _read_prompt(call, decoded.prompt or decoded.input)
     return call
-
-
-def _decode(body: bytes) -> RequestFields:
-    """Return the fields of a body. Raises errors of `msgspec`."""
-    try:
-        return _decoder.decode(body)
-    except msgspec.ValidationError:
-        from hetlb.balancer.http.lax_numbers import lax_fields
-
-        return lax_fields(body)
 
 
 def _density(body: bytes) -> int:
@@ -198,6 +189,22 @@ def _plain(text: str) -> str:
     message, _, where = text.partition(" - at `$.")
     message = message.replace(_ANY_FORM, "bool | null" if where == "stream`" else "int | null")
     return f"{where.rstrip('`')}: {message.replace('`', '')}" if where else message.replace("`", "")
+
+
+def _counts(fields: RequestFields | NumberFields) -> Any:
+    """Return the limit of the output (the first one stated), `n`, `best_of` and `priority`."""
+    return (
+        fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens,
+        fields.n, fields.best_of, fields.priority,
+    )  # fmt: skip
+
+
+def _are_plain(stream: object, counts: Any) -> bool:
+    """Return True if a truth value and counts are what JSON has for them."""
+    for count in counts:
+        if count is not None and type(count) is not int:
+            return False
+    return stream is None or stream is True or stream is False
 
 
 def _prompt_bytes(fields: RequestFields) -> int:

@@ -15,29 +15,38 @@ from hetlb.balancer.core.types import MAX_TOKENS_LIMIT
 MAX_MODEL_CHARACTERS: Final = 512
 #: vLLM's own limit on `n`.
 _MAX_SEQUENCES: Final = 16_384
-Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
-Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)]
-MostSequences: TypeAlias = Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)]
-Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+_Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)]
+_MostSequences: TypeAlias = Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)]
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+#: Numbers and truth values as vLLM's classes take them too (`lax_numbers.py`).
+_Lax: TypeAlias = float | str | bool
 
 
 class NumberFields(msgspec.Struct):
     """Numbers and truth values of a request body, as JSON has them."""
 
     stream: bool | None = None
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
-    max_output_tokens: Tokens | None = None
-    n: Sequences | None = None
-    best_of: MostSequences | None = None
-    priority: Priority | None = None
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    max_output_tokens: _Tokens | None = None
+    n: _Sequences | None = None
+    best_of: _MostSequences | None = None
+    priority: _Priority | None = None
 
 
-class RequestFields(NumberFields):
+class RequestFields(msgspec.Struct):
     """Fields of a request body that determine its work, read in one pass."""
 
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
+    stream: int | _Lax | None = None
     stream_options: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: _Tokens | _Lax | None = None
+    max_completion_tokens: _Tokens | _Lax | None = None
+    max_output_tokens: _Tokens | _Lax | None = None
+    n: _Sequences | _Lax | None = None
+    best_of: _MostSequences | _Lax | None = None
+    priority: _Priority | _Lax | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
@@ -103,11 +112,24 @@ class WholeChoice(FinishedChoice):
     text: str | None = None
 
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+
+
+class AnswerUsage(msgspec.Struct):
+    """Token counts of a whole answer by an engine, without details."""
+
+    completion_tokens: _Count
+    prompt_tokens: _Count
+    cached_tokens: int | None = None
+    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"")
+    input_tokens_details: msgspec.Raw = msgspec.Raw(b"")
+
+
 class AnswerFields(msgspec.Struct):
     """Fields of a whole answer to a chat or a completion."""
 
     choices: list[WholeChoice]
-    usage: Usage
+    usage: AnswerUsage
     model: str = ""
     error: msgspec.Raw = msgspec.Raw(b"")
 

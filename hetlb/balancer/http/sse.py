@@ -500,14 +500,16 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
 
 
 def read_answer(body: bytes) -> AnswerFields | None:
-    """Return the fields of a whole answer with a choice and its usage, None if it has another form."""
+    """Return the fields of a whole answer with a choice and its usual usage, None if it has another form."""
     try:
         fields = _answer_decoder.decode(body)
     except NOT_JSON:
         return None
     usage = fields.usage
-    usual = fields.choices and not fields.error and bytes(usage.prompt_tokens_details) in _NO_VALUE
-    return fields if usual and usage.completion_tokens is not None else None
+    detailed = usage.cached_tokens is not None or usage.input_tokens_details
+    if detailed or bytes(usage.prompt_tokens_details) not in _NO_VALUE:
+        return None
+    return fields if fields.choices and not fields.error else None
 
 
 def is_answer(tail: bytes) -> bool:

@@ -128,18 +128,19 @@ class Decomposition:
         stuck, first = 0, self._limits.within(_FIRST_SHARE * self._limits.left_s)
         with ThreadPoolExecutor(_THREADS) as pool:
             while self.bound > self.reached * (1.0 + self._limits.gap):
-                if (self._limits if self.counts else first).over:
+                limits = self._limits if self.counts else first
+                if limits.over:
                     break
                 before = self.reached, self.bound
                 rate = self.reached + (self.bound - self.reached) * _LOOK_SHARES[stuck % len(_LOOK_SHARES)]
-                self._price(rate, pool)
-                self._choose(rate)
+                self._price(rate, pool, limits)
+                self._choose(rate, limits)
                 stuck = 0 if (self.reached, self.bound) != before else stuck + 1
 
-    def _price(self, rate: float, pool: ThreadPoolExecutor) -> None:
+    def _price(self, rate: float, pool: ThreadPoolExecutor, limits: SolveLimits) -> None:
         """Price every model at `rate`, and learn new prices from the columns known then."""
         left = self.bound / self.reached - 1.0 if self.reached > 0.0 else INFINITY
-        arguments = rate, self._prices, self._limits, min(_COARSEST_GAP, max(_FINEST_GAP, 0.2 * left))
+        arguments = rate, self._prices, limits, min(_COARSEST_GAP, max(_FINEST_GAP, 0.2 * left))
         total = math.fsum(pool.map(lambda model: model.price(*arguments), self._models))
         if total > 1.0 + 1e-9:
             self.bound = min(self.bound, rate)
@@ -151,10 +152,9 @@ class Decomposition:
             # Prices of few columns are wild: a step from the best prices so far towards them.
             self._prices = _KEPT_SHARE * self._centre + (1.0 - _KEPT_SHARE) * duals / duals.sum()
 
-    def _choose(self, rate: float) -> None:
+    def _choose(self, rate: float, limits: SolveLimits) -> None:
         """Choose one whole column a model that reaches `rate`, if they fit and serve more than before."""
-        limits = self._limits.within(_MASTER_S, 1e-3)
-        solution, _, picked = self._master(rate, limits, integer=True)
+        solution, _, picked = self._master(rate, limits.within(_MASTER_S, 1e-3), integer=True)
         if solution is None or -solution.objective > 1.0 + 1e-9:
             return
         chosen = [column for index, column in picked if solution.values[index] > 0.5]
