@@ -49,7 +49,7 @@ PLAIN_ACCESS = EngineAccess()
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Access to one fleet. `keys` is None where clients need none."""
+    """Access to one fleet. `keys` is None if clients need none."""
 
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
@@ -163,7 +163,7 @@ def read_secret(file: str | None, env: str | None, key: str, base: Path) -> byte
 def _engine_tls(
     url: str, authorities: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]
 ) -> ssl.SSLContext | None:
-    """Return the TLS context for an engine's URL, None where it needs none. Raises `ConfigError`."""
+    """Return the TLS context for an engine's URL, None if it needs none. Raises `ConfigError`."""
     if not url.startswith("https:"):
         return None
     from hetlb.balancer.clients.certificates import engine_context

@@ -53,7 +53,7 @@ class ClientKeys:
         return {each.name: each.limits for each in self._tenants.values() if each.limits is not None}
 
     def tenant_of(self, head: RequestHead, *, required: bool) -> Tenant | None:
-        """Return the tenant of a request by its key. Raises `GateError` (401) where one is required."""
+        """Return the tenant of a request by its key. Raises `GateError` (401) if one is required."""
         authorization = head.fields.get(b"authorization")
         if authorization is not None:
             scheme, _, key = authorization.partition(b" ")

@@ -130,7 +130,7 @@ class ClientResponse:
         return self.state is HEARTBEATS or (self._comments and self._head.http11)
 
     def given_up_at(self, since: float, arrived_at: float) -> float:
-        """Return when the client gives up waiting for the rest of an answer since `since`."""
+        """Return the time at which the client stops waiting for the rest of an answer."""
         if self.state is HEARTBEATS:
             return math.inf  # heartbeats keep it from that
         if self._patience_s is None:

@@ -344,7 +344,7 @@ class ClientConnection(PacedReader):
         return True
 
     def _count_held(self) -> None:
-        """Count the bytes of an incomplete body. Raises `Refusal` where all bodies hold too much."""
+        """Count the bytes of an incomplete body. Raises `Refusal` if all bodies hold too much."""
         server, more = self._server, self._reader.held - self._held
         if more:
             self._fed_at = self._now()
@@ -381,7 +381,10 @@ class ClientConnection(PacedReader):
             server.driver.submit(taken)
 
     def _send(self, data: bytes) -> None:
-        """Send bytes outside of an exchange (compiled code cannot call what the property gives)."""
+        """Send bytes outside of an exchange.
+
+        A method, since compiled code cannot call the value of a property.
+        """
         if self._transport is not None:
             self._transport.write(data)
 

@@ -11,7 +11,7 @@ from hetlb.balancer.http.http1 import RequestHead
 
 
 class ForwardedAddresses:
-    """Addresses that proxies in these networks (CIDR) tell."""
+    """Addresses of clients, as proxies in these networks (CIDR) state them."""
 
     def __init__(self, networks: Iterable[str]) -> None:
         self._trusted = tuple(ipaddress.ip_network(each) for each in networks)

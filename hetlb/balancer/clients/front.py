@@ -62,7 +62,7 @@ class Front:
             self._write_line = FORMATS[fleet.file.proxy.request_log_format]
 
     def open_log(self, at_once: int | None = None) -> None:
-        """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
+        """Begin the request log, if the fleet wants one. `at_once`: see `LogWriter`."""
         if self._write_line is not None:
             self._lines = LogWriter(sys.stderr.fileno(), "request log", at_once)
             self._lines.on_lost = self._driver.log_lost

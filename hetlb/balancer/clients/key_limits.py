@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WINDOW_S: Final = 60.0
 #: Seconds within which requests count as one entry: a window holds at most 600 of them.
 _SLOT_S: Final = 0.1
-#: Times are rounded up to these seconds, so that a client that comes again then is after the window.
+#: Unit of seconds to which times are rounded up: a client that comes again then finds the window over.
 _CLOCK_S: Final = 0.001
 #: Tokens of an answer before any of the key has ended, and weight of a new one in the mean.
 _FIRST_ANSWER_TOKENS: Final = 256.0

@@ -19,7 +19,7 @@ _GOLDEN: Final = (5**0.5 - 1) / 2
 
 
 class Canary:
-    """Canary of one model, and which requests are its share: a session stays on its side.
+    """Canary of one model, and the choice of requests for its share. A session stays on its side.
 
     A session's side follows from its name alone, so that it is the same at each replica and after a restart.
     A larger share keeps the sessions of a smaller one.
@@ -63,7 +63,7 @@ class ModelNames:
         )
 
     def served(self, asked: str, available: Callable[[str], bool], session: str | None) -> str:
-        """Return the model that serves a request for `asked`: its canary's, or the fallback's."""
+        """Return the model that serves a request for `asked`: that model, its canary or its fallback."""
         model = self.aliases.get(asked, asked)
         canary = self.canaries.get(model)
         if canary is not None and canary.name and canary.takes(session) and available(canary.name):

@@ -64,7 +64,7 @@ def keys_of(
 def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixKey | None:
     """Return the key of a conversation: its header's value, apart for each owner and model.
 
-    None where there is no header or it is no plain word of at most 256 characters.
+    None if there is no header or it is no plain word of at most 256 characters.
     """
     if session is None or _SESSION.fullmatch(session) is None:
         return None
@@ -72,7 +72,7 @@ def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixK
 
 
 def token_ids(call: Call) -> list[array[int]] | None:
-    """Return the token ids of each prompt; None where they are no ids, or too many for keys."""
+    """Return the token ids of each prompt; None if they are no ids, or too many for keys."""
     data = call.ids
     if not 0 < len(data) <= MAX_KEYED_BYTES:
         return None
@@ -146,7 +146,7 @@ def _ends(text: bytes) -> Iterator[int]:
 
 
 def _beginning_of_all(text: bytes) -> bytes:
-    """Return the common beginning of all strings of a JSON list, written as the first alone."""
+    """Return the text with which all strings of a JSON list begin, behind one quotation mark."""
     strings = _NEXT_STRING.split(text.strip(b" \t\r\n[]"))
     strings[0] = strings[0][1:]
     strings[-1] = strings[-1].removesuffix(b'"')
@@ -168,13 +168,13 @@ def _common(first: bytes | array[int], last: bytes | array[int]) -> int:
 
 
 def cuts(ends: Iterable[int], length: int, first: int) -> Iterator[int]:
-    """Yield positions in a prompt of `length` units with parts to `ends`: its beginning up to each has a key.
+    """Yield the positions at which a prompt of `length` units is cut. Its beginning up to each has a key.
 
-    A position depends on nothing that comes after it, so two prompts that begin alike are cut alike up to
-    where they part. Cuts lie, from `first` on, at the ends of parts (messages, turns), where prompts usually
-    part, but never closer than 1/64 of what came before. Inside a long part they come at most 1/8 of what
-    came before apart. So a shared beginning is found but for its last eighth at the worst, at the cost of
-    some forty keys for 64 KiB.
+    A position depends on nothing that comes after it. So two prompts that begin alike have the same cuts up
+    to the point where they differ. Cuts lie, from `first` on, at the `ends` of parts (messages, turns), where
+    prompts usually begin to differ. They are never closer than 1/64 of what came before. Inside a long part,
+    the distance of cuts is at most 1/8 of what came before. So at worst the last eighth of a shared beginning
+    is not found. The cost is some forty keys for 64 KiB.
     """
     last = count = 0
     for end in ends:

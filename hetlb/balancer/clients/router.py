@@ -99,7 +99,8 @@ class Router:
     def configure(self, table: ProxyTable) -> None:
         """Take the names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
-        #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
+        #: Origins of pages that may read answers; clients' addresses as other proxies state them. None
+        #: without.
         self._pages: PageOrigins | None = None
         if table.cors_origins:
             from hetlb.balancer.clients.forwarded import PageOrigins

@@ -28,17 +28,17 @@ class AdapterSlots:
     def __init__(self, names: frozenset[str], slots: int) -> None:
         self.names = names
         self.slots = slots
-        #: Requests by adapter, if any; adapters in slots, the one used last at the end.
+        #: Running requests of each adapter that has some. Adapters in slots, the least recently used first.
         self._running: dict[str, int] = {}
         self._used: dict[str, None] = {}
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Adapters in slots, the one used longest ago first."""
+        """Adapters in slots, the least recently used first."""
         return tuple(self._used)
 
     def begin(self, name: str) -> None:
-        """Note a dispatch to the engine. Without an adapter nothing changes."""
+        """Count a dispatched request for an adapter. Without an adapter nothing changes."""
         if name in self.names:
             self._running[name] = self._running.get(name, 0) + 1
             self._use(name)
@@ -60,7 +60,11 @@ class AdapterSlots:
                 self._use(name)
 
     def loads(self, name: str) -> bool | None:
-        """Return True if an adapter is to be loaded for its next request, False if it has a slot, or None."""
+        """Return whether the engine has to load an adapter for its next request.
+
+        False: it has a slot. True: it has none, and a slot is free or idle. None: the engine does not list
+        it, or all slots have requests.
+        """
         if name in self._used:
             return False
         return True if name in self.names and len(self._running) < self.slots else None
@@ -68,7 +72,8 @@ class AdapterSlots:
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
         """Return the extra seconds of a request over one with its adapter in a slot.
 
-        `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
+        Loading takes `load_s`, and twice that if another adapter has to leave its slot. `wait_s` is added if
+        all slots have requests.
         """
         if name not in self.names or name in self._used:
             return 0.0
@@ -86,7 +91,7 @@ class AdapterSlots:
         self._trim()
 
     def _trim(self) -> None:
-        """Drop the least recently used that run nothing."""
+        """Drop the least recently used adapters without requests until the others fit the slots."""
         over = len(self._used) - self.slots
         if over > 0:
             idle = [name for name in self._used if name not in self._running]
@@ -105,8 +110,8 @@ class AdapterLoadTime:
 
     def __init__(self, stated_s: float) -> None:
         self.seconds = stated_s
-        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
-        #: expected without a load, and whether the adapter is loaded.
+        #: By lease of a request for an adapter, until its first token: the expected seconds from dispatch to
+        #: first token without a load, and whether the adapter is loaded.
         self.expected: dict[LeaseId, tuple[float, bool]] = {}
         self._loaded: deque[float] = deque(maxlen=_SAMPLES)
         self._others: deque[float] = deque(maxlen=_SAMPLES)

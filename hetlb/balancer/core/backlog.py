@@ -27,9 +27,9 @@ class Backlog:
         self._ledger, self._retries = placement.ledger, placement.retries
         #: Waiting requests with estimates older than the newest answer.
         self._stale: list[RequestId] = []
-        #: Targets of what waits, None before the first request with some.
+        #: Latency targets of waiting requests, None before the first request with targets.
         self._targets: WaitingTargets | None = None
-        #: The next tick counts from this time: of the last one, or when the first began to wait.
+        #: Time of the last tick, or when the first request began to wait. The next tick counts from it.
         self.ticked_at = now
 
     def push(self, request: Request, now: float, predicted: float, *, again: bool = False) -> list[Command]:
@@ -73,10 +73,11 @@ class Backlog:
         return rejections.not_answered(request.id, unsent=unsent)
 
     def estimate_again(self) -> None:
-        """Estimate the size and the due time of the next few waiting requests again; the next call goes on.
+        """Estimate the size and the due time of the next few waiting requests again.
 
-        Both change while a request waits: predictions learn, and a cache takes in or evicts parts of its
-        prompt. Example: after one turn of a conversation was read, the next turn takes less time to read.
+        The next call continues with later ones. Both figures change while a request waits: predictions learn,
+        and a cache takes in or evicts parts of its prompt. Example: after one turn of a conversation was
+        read, the next turn takes less time to read.
         """
         queue, stale, placement = self.queue, self._stale, self._placement
         if not stale:
@@ -108,8 +109,8 @@ class Backlog:
     def freed(self, model: str, now: float) -> list[Command]:
         """Place waiting requests after an instance of a model got room.
 
-        If the oldest of the model waits at another scheduler, the place is that one's to take: its news, or a
-        tick, shows if it does not.
+        If the oldest request for the model waits at another scheduler, leave the room to that scheduler. Its
+        next message, or a tick, shows if it does not take the room.
         """
         queue = self.queue
         return self.flush(now) if queue.held and not queue.is_older_elsewhere(model) else []
@@ -131,7 +132,10 @@ class Backlog:
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
-        """Place the first request of a line that can be placed, on no instance kept for an earlier one."""
+        """Place the first request of a line that can be placed, and return the command; None if none can be.
+
+        A request gets no instance that is kept for an earlier one.
+        """
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None
@@ -178,7 +182,8 @@ class Backlog:
             if placement.take_failed(request.id):
                 self.forget(request.id)
                 return rejections.policy_failed(request.id)
-            # The rest of an answer was lost by all it was at: like a new request it may go back there.
+            # Every instance that had the rest of this answer lost it. Like a new request it may go there
+            # again.
             known = self._retries.attempts.get(request.id)
             if known is not None and known.tried and not placement.able(request, ready, now).instances:
                 if known.may_have_run:

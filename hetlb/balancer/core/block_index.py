@@ -91,7 +91,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.live = False
-        #: Reason if it is not live.
+        #: Reason why the index is not `live`.
         self.reason = "no event has come yet"
         self.block_tokens = 0
         self._chains: dict[int, int] = {}  # by the engine's name of a block
@@ -100,7 +100,8 @@ class BlockIndex:
         self._adapters: set[str] = set()
         self._pending: dict[int, int] = {}  # chains of live prompts, and how many have each
         self._leases: dict[int, list[int]] = {}
-        #: Tokens of prompts of unknown ids that were evicted, less than the next prefix has.
+        #: Tokens of evicted prompts with unknown ids that are not yet removed from the tree. They are fewer
+        #: than the next prefix has.
         self._owed_tokens = 0.0
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Instances of a block.
 SIZE: Final = 32
-#: Logarithm of a rate in tokens/s below which prompts may count less than the rounding of a score.
+#: Logarithm of a rate in tokens/s. Below it, recent prompts may change a score by less than rounding does.
 _NEGLIGIBLE: Final = math.log(1e-4)
 #: Difference of two such logarithms that a score shows.
 _SHOWN: Final = 1e-6
@@ -31,13 +31,15 @@ _SHOWN: Final = 1e-6
 class Block:
     """Instances that follow each other in the order of speed, as they were `seen`. It is never changed.
 
-    `first` is the position of the first one. Of the `others` each is rated by itself; bounds of their scores
-    are `least` figures. `resting` are at rest and alike; `chosen` of them have the lowest score until recent
-    prompts count for nothing, at `negligible_at`. `until`: the time when an instance changes by itself.
+    `first` is the position of the first instance. A decision rates each of the `others` by itself; the least
+    figures over all of them (`joining_s`, `step_s` and so on) bound their scores from below. The `resting`
+    instances are at rest and alike. Of these, `chosen` have the lowest score until `negligible_at`; from then
+    on recent prompts count for nothing. `until` is the time when an instance changes by itself.
 
-    `sure`: none lacks a slot. None lacks memory for `free` tokens more, `running` sequences with the request.
-    `crowded`: one has many prompts to read. `fastest` of the speeds that were shown without a profile;
-    `untried` are idle and have shown none.
+    `sure`: each instance with work has a free slot. `free`: the least room in their KV caches, in tokens.
+    `running`: the most sequences of one. `crowded`: one of them has many prompts to read. `fastest`: the
+    least factor of times that an instance without a profile showed. `untried`: idle instances without a
+    profile or an answer.
     """
 
     __slots__ = (
@@ -88,7 +90,7 @@ class Block:
             self._choose(members)
 
     def _bound(self, instance: Instance, seen: Occupancy) -> None:
-        """Take an instance into the bounds."""
+        """Include one more instance in the lower bounds."""
         load = seen.load
         if not seen.empty:
             if instance.kv_need is not None or seen.incoming > 0.0 or not instance.surely_has_slot:
@@ -111,9 +113,9 @@ class Block:
         self.more_token_s = min(self.more_token_s, load.batch * load.next_token_s)
 
     def _choose(self, members: Sequence[Instance]) -> None:
-        """Find which of the instances at rest come first: that with the fewest prompts lately.
+        """Find the instances at rest with the fewest recent prompts.
 
-        Of instances without any the one that precedes.
+        If some have none at all, choose one of these: the one that `precedes` the others.
         """
         least, unused = math.inf, -1
         ranks: list[float] = []
@@ -135,7 +137,7 @@ class Block:
 
 
 def _alike(one: Instance, other: Instance) -> bool:
-    """Return True if two instances at rest have one score, if they read as many prompts lately."""
+    """Return True if two instances at rest have equal scores after equally many recent prompts."""
     return one.kind is other.kind and one.caches_prefixes == other.caches_prefixes
 
 
@@ -143,7 +145,7 @@ class Blocks:
     """The blocks of the instances that share a mean request, kept until one changes its parameters."""
 
     def __init__(self, members: Sequence[Instance]) -> None:
-        """Divide `members`, in the order of speed."""
+        """Divide `members`, which are in the order of speed, into blocks."""
         self.members = list(members)
         self._changes = members[0].changes
         self._blocks: list[Block] = []

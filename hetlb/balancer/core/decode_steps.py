@@ -15,14 +15,14 @@ class DecodeSteps:
 
     def __init__(self) -> None:
         self.total = self.per_s = 0.0
-        #: Sequences that decode, and the steps at which each of them began, in all.
+        #: Number of decoding sequences. Sum over them of the step at which each began.
         self.sequences, self._begun = 0, 0.0
         #: Most sequences that were seen to decode at once.
         self.most = 0
 
     @property
     def grown_tokens(self) -> float:
-        """Tokens of the answers that have begun: the steps since then."""
+        """Tokens of all answers under way: one for each sequence and step since it began."""
         return self.sequences * self.total - self._begun
 
     def age(self, lease: Lease) -> float:
@@ -37,7 +37,7 @@ class DecodeSteps:
         self.sequences += lease.request.sequences
 
     def end(self, lease: Lease) -> None:
-        """Count them no more."""
+        """Stop counting the steps of an answer."""
         if lease.begun_steps is None:
             return
         self._begun -= lease.request.sequences * lease.begun_steps

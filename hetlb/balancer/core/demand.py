@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
-#: Arrivals within this share of the time of an answer are one burst, which is no stream.
+#: Longest gap between arrivals of one burst, as a share of an answer's time. A burst is no stream.
 _BURST_SHARE: Final = 1.0 / 64.0
-#: Gaps between bursts that make a stream, newest ones that tell their mean, and mean gaps of silence that
-#: end it.
+#: Gaps between bursts that make a stream; newest gaps that are averaged; mean gaps of silence that end it.
 _STREAM_GAPS: Final = 4
 _KEPT_GAPS: Final = 16
 _SILENT_GAPS: Final = 8.0
@@ -43,8 +42,8 @@ def size_of(request: Request, predicted_output: float) -> float:
 MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
-#: Most kinds with kept costs, and how many besides twice the instances: each change of a learnt speed makes
-#: another kind, with its loads.
+#: Most kinds of instances with kept costs; and kinds kept beyond two for each instance. Each change of a
+#: learnt speed makes another kind, with its loads.
 _MOST_KINDS: Final = 1024
 _SPARE_KINDS: Final = 16
 #: Most sequences of instances with kept costs.
@@ -54,12 +53,12 @@ LEAST_FLEET: Final = 64
 
 
 class Costs:
-    """The mean request on an instance of given parameters.
+    """Costs of the mean request on an instance of given parameters. Times are in seconds.
 
-    `speed`: sizes per second, its batch full; `batch_s`: how long a full batch takes; `prefill_s`: the mean
-    prompt alone, and `token_prefill_s` per token that is computed; `beside_s`: how much longer it takes
-    beside a sequence that decodes; `delay_s` by how much it delays one that decodes alone, and `delay_rise_s`
-    more for each beside that. In seconds.
+    `speed`: size served per second with a full batch. `batch_s`: time of a full batch. `prefill_s`: prefill
+    of the mean prompt alone; `token_prefill_s`: the same per computed token. `beside_s`: how much longer that
+    prefill takes beside one decoding sequence. `delay_s`: delay of this one sequence. `delay_rise_s`:
+    additional delay of each for every further decoding sequence.
     """
 
     __slots__ = ("batch_s", "beside_s", "delay_rise_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
@@ -114,10 +113,10 @@ class FleetCosts:
 
 
 class Mix:
-    """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
+    """The mean request of a model, and how fast each instance is at it. Lengths are in tokens.
 
-    `output` is the mean prediction. `booked` is what prompts of one sequence took of a KV cache and `prefill`
-    what of them had to be computed, in the mean: less than `prompt` where they begin alike.
+    `output` is the mean prediction. `booked` is the mean of a prompt's tokens that took room in a KV cache,
+    `prefill` the mean of its computed tokens. Both are less than `prompt` if prompts begin alike.
     """
 
     __slots__ = (
@@ -135,7 +134,8 @@ class Mix:
         self._costs: dict[EngineKind, Costs] = {}
         #: Kinds of instances when those of none were forgotten last.
         self._used = 0
-        #: By the identity of their instances, which they keep.
+        #: Facts by the `id` of a sequence of instances. They hold the sequence, so that no other gets its
+        #: `id`.
         self._fleets: dict[int, FleetCosts] = {}
         #: Costs of the last decision.
         self._newest: FleetCosts | None = None
@@ -211,11 +211,11 @@ class Demand:
     __slots__ = ("_bursts", "_silent_at", "answer_s", "arrivals", "burst", "mix", "protected", "rate")
 
     def __init__(self) -> None:
-        #: Time when the newest bursts began, without a long silence between them, in seconds.
+        #: Times when the newest bursts began, in seconds, without a long silence between them.
         self._bursts: list[float] = []
-        #: Time when the silence since has ended the stream.
+        #: Time when silence ends the stream.
         self._silent_at = -math.inf
-        #: Seconds of the newest answer at best.
+        #: Forecast seconds of the newest request's answer at the fastest instance.
         self.answer_s = 0.0
         #: Requests that came so far, and how many per second lately.
         self.arrivals = 0

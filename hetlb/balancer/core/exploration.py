@@ -10,10 +10,10 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.types import Lease, LeaseId
 
-#: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
-#: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
-#: keeps the pace of the slowest instance (`ordinary.py`, at once, mean TTFT over the same with profiles:
-#: 1.38, 1.14, 1.15, 1.14 with 2, 3, 4, 8; E2E 1.18, 1.11, 1.12, 1.20).
+#: Sequences that an instance without a profile runs at once at first, and as many more for each first token.
+#: The number doubles after each `_UNEXPLORED_S` without a first token. A burst that is placed before a speed
+#: is known keeps the pace of the slowest instance (`ordinary.py`, at once, mean TTFT over the same with
+#: profiles: 1.38, 1.14, 1.15, 1.14 with 2, 3, 4, 8; E2E 1.18, 1.11, 1.12, 1.20).
 _UNEXPLORED_SEQUENCES: Final = 3
 _UNEXPLORED_S: Final = 10.0
 #: Multiple of its forecast after which a first answer may have waited for a slot.
@@ -28,7 +28,8 @@ class Exploration:
 
     def __init__(self) -> None:
         self._first_tokens = 0
-        #: Slots that explain its whole answers clearly better than more would, 0 if none do.
+        #: Number of slots that explains the instance's whole answers clearly better than more slots would,
+        #: else 0.
         self.likely = 0
 
     @property
@@ -49,9 +50,9 @@ class Exploration:
         return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
 
     def first_token(self, lease: Lease, now: float, *, told: bool) -> None:
-        """Count the first token of a lease. `told`: the engine tells its figures, or its slots are stated.
+        """Count the first token of a lease. `told`: the engine reports its figures, or its slots are stated.
 
-        Without that, a late first token does not count: its request may have waited for a slot.
+        Otherwise a late first token does not count, as its request may have waited for a slot.
         """
         if told:
             self._first_tokens += lease.request.sequences

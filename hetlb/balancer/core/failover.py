@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 if TYPE_CHECKING:
     from hetlb.balancer.core.placing_again import PlacingAgain
 
-#: Multiple of the forecast, and seconds, of a client's wait without a byte. A later leave is a lost answer.
+#: Least wait of a client, over its forecast and in seconds, for a leave without a byte to be a lost answer.
 _UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
 #: Seconds of silence after which the features of a request are read.
@@ -31,7 +31,8 @@ class Failover:
         self._fleet, self._queue = placement.fleet, placement.queue
         self._ledger, self._retries = placement.ledger, placement.retries
         self._backlog = backlog
-        #: Model of an instance if its first prompts showed another speed than its profile.
+        #: Model of an instance with first prompts at another speed than its profile's, until `misplaced` is
+        #: called.
         self.misplaced_model: str | None = None
         self._placing_again: PlacingAgain | None = None
 
@@ -82,9 +83,9 @@ class Failover:
         return fleet.health_changed(instance, now) if changed else []
 
     def lost_twice(self, instance: Instance, lease: Lease, known: Attempts, now: float) -> None:
-        """Note that two instances lost a request. It may be at fault itself.
+        """Note that two instances lost the same request: it may be at fault itself.
 
-        It counts only against an instance without other answers for a while, or without any yet.
+        It counts only against an instance without another answer for a while, or without any answer yet.
         """
         for each, before, status, _ in known.failures:
             if not is_refusal(status) and not each.evidence.answers.lost_as_elsewhere():
@@ -176,7 +177,7 @@ class Failover:
         ]
 
     def _answered_by(self, lease: Lease, instance: Instance) -> bool:
-        """Return True if some instance is known to answer such a request, or each may be asked."""
+        """Return True if some instance of the model has answered such a request, or its kind is unknown."""
         ready = self._fleet.ready.get(lease.request.model)
         others = [] if ready is None else [each for each in ready.up if each is not instance]
         return not all(is_first_of_kind(each, lease.request) for each in (instance, *others))
@@ -207,7 +208,7 @@ class Failover:
 
     @property
     def placing_again(self) -> PlacingAgain:
-        """The places anew of the leases of `misplaced`."""
+        """Places the leases of `misplaced` again."""
         if self._placing_again is None:
             from hetlb.balancer.core.placing_again import PlacingAgain
 

@@ -11,9 +11,9 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Request, RequestId
 
-#: Kept tenants without requests; of more the one idle for longest is forgotten.
+#: Most kept tenants without requests. Beyond it the tenant idle for longest is forgotten.
 _IDLE_TENANTS: Final = 1024
-#: Entries of the heap of levels beyond two for each tenant that asks.
+#: Most entries of the heap of levels, beyond two for each known tenant.
 _MOST_LEFT: Final = 64
 #: Requests and bytes of a tenant without any.
 _NO_SHARE: Final = [0, 0]
@@ -35,9 +35,9 @@ class FairShares:
     """Requests of each tenant in a queue, and tokens that it was served, over its weight.
 
     A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024) that counts
-    running work: a tenant that comes starts level with the least that another had beyond what runs for it,
-    so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
-    The work of a call does not grow with the number of tenants.
+    running work, too. A tenant's level is what it was served, less what runs for it. A new tenant starts at
+    the least level of the others. So it gets as much as runs for others before they get more, and saves
+    nothing up by not asking. The time of a call does not grow with the number of tenants.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -47,7 +47,8 @@ class FairShares:
         self._known: dict[str | None, _Tenant] = {}
         #: Tenants without requests, the one idle for longest first.
         self._idle: dict[str | None, _Tenant] = {}
-        #: Tenants that ask, and some that did, by a level at or below their own: it never falls meanwhile.
+        #: Heap of tenants with their levels. It may hold tenants that ask no more. An entry's level is at
+        #: most the tenant's own, as levels do not fall while a tenant asks.
         self._levels: list[tuple[float, int, str | None]] = []
         self._pushed = 0
         self._floor = 0.0
@@ -171,7 +172,8 @@ class FairShares:
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """Return the requests that leave a full queue so that this one has room; none if unfair.
 
-        The newest of the tenant that holds most, while it holds more than the requester would.
+        They are the newest requests of the tenant that holds most. It would be unfair if that tenant then
+        held less than the requester.
         """
         waiting, queue, limits = self.waiting, self._queue, self._limits
         if (len(waiting) < 2 and request.tenant in waiting) or not self.may_wait(request):

@@ -59,7 +59,10 @@ class FleetState:
     """The instances and, computed at the first use after a change, the results for each model."""
 
     def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
-        """`queue` is told which lengths the instances of a model can take."""
+        """Start without instances.
+
+        `queue` learns from it which lengths the instances of a model can take.
+        """
         self._params = setup.health
         self._initial_health = setup.initial_health
         self._queue = queue
@@ -69,12 +72,13 @@ class FleetState:
         self._next_cache = -1
         #: By name, in file order.
         self.instances: dict[str, Instance] = {}
-        #: Time of the last change that `_ready` does not have, None for none.
+        #: Time of the last change that `_ready` lacks, None if it is up to date.
         self._changed_at: float | None = None
         self._ready: dict[str, ReadyInstances] = {}
         #: Models without an instance that takes requests, and since when; as of the last look at `ready`.
         self.down_since: dict[str, float] = {}
-        #: Names that the fleet file and its sources promise, and until when names outlive their instances.
+        #: Names that the fleet file and its sources promise. Names of models without an instance, each with
+        #: the time at which it is forgotten.
         self.promised: tuple[str, ...] = ()
         #: Further names for clients, which are replaced before a request comes here.
         self.aliases: tuple[str, ...] = ()
@@ -85,9 +89,9 @@ class FleetState:
         self.prefixes = PrefixIndex()
         #: Account of lost answers, None before the first one.
         self.losses: Losses | None = None
-        #: Instances by the start of their process, as far as it is known.
+        #: Instances by the start time of their process, if it is known.
         self.by_start: dict[float, list[Instance]] = {}
-        #: Comparison of instances of one start, None without any.
+        #: Comparison of instances with equal start times, None before the first.
         self._twins: Twins | None = None
         #: Instances that publish KV events.
         self.publishers: list[Instance] = []
@@ -134,7 +138,7 @@ class FleetState:
         self.promised = models
 
     def outlives(self, names: tuple[str, ...], now: float) -> None:
-        """Let names of models outlive the instance that served them for a while."""
+        """Keep the names of models known for a while after the instance that served them has gone."""
         for name in names:
             self._outlive.pop(name, None)
             self._outlive[name] = now + _PROMISE_S
@@ -189,8 +193,8 @@ class FleetState:
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances without an answer yet the geometric mean of the others' factors.
 
-        Instances with and without a profile are apart: their factors are of other models. Without a profile,
-        instances with answers get the mean of the factors near their own.
+        Instances with and without a profile are kept apart, since their factors refer to different models.
+        Without a profile, each instance with answers gets the mean of the factors near its own.
         """
         alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
         seen = [each for each in alike if each.speed.seen]
@@ -248,7 +252,7 @@ class FleetState:
         instance.twin = ""
 
     def end_slow_starts(self, model: str) -> bool:
-        """Let no instance of a model with waiting requests start slowly. Return True if one did."""
+        """End the slow starts of a model's instances: its requests wait. Return True if there was one."""
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False
@@ -256,14 +260,14 @@ class FleetState:
         return any(ended)
 
     def reindex(self, now: float) -> None:
-        """Recompute the results for the models: at once while requests wait, else at their next use."""
+        """Recompute the instances of each model: at once if requests wait, else at the next use."""
         self._changed_at = now
         if self._queue.held:
             self._rebuild(now)
             self._queue.refit(self.fit_of)
 
     def _rebuild(self, now: float) -> None:
-        """Compute which instances answer to which name, and since when a name has had none to go to."""
+        """Compute the instances that answer to each name, and the names without an instance to go to."""
         self._changed_at = None
         by_model: dict[str, list[Instance]] = {}
         for instance in self.instances.values():
@@ -286,7 +290,7 @@ class FleetState:
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
-        """Rebuild the results of an instance's health."""
+        """Recompute the instances of each model after the health of one changed. Return commands."""
         if instance.evidence.health.state is Health.UP and (
             instance.evidence.room.restarted or instance.evidence.health.gone
         ):
@@ -311,7 +315,7 @@ class FleetState:
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool, lag_s: float) -> bool:
-        """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
+        """Check whether each instance works and is in doubt. Return True if one of these changed."""
         changed = False
         if self.losses is not None:
             self.losses.age(now)

@@ -48,7 +48,10 @@ class Ratios:
         return len(self._ratios)
 
     def add(self, predicted_s: float, true_s: float) -> None:
-        """Note that an answer took `true_s`; its forecast is judged as the answers before it correct it."""
+        """Add an answer that took `true_s`.
+
+        Its forecast is corrected by earlier answers before it is judged.
+        """
         if predicted_s <= 0.0 or true_s <= 0.0:
             return
         ratios, ratio = self._ratios, true_s / predicted_s
@@ -67,10 +70,10 @@ class Ratios:
 
     @property
     def bound(self) -> float:
-        """Ratio that 90 % of the answers stay within.
+        """Ratio of true to forecast time that 90 % of the answers stay within.
 
-        Which quantile of the newest that is follows from the answers within and beyond the bounds before
-        (Gibbs, Candes, Adaptive conformal inference under distribution shift, 2021).
+        It is a quantile of the newest ratios. Answers beyond earlier bounds raise the quantile, answers
+        within lower it (Gibbs, Candes, Adaptive conformal inference under distribution shift, 2021).
         """
         return self.quantile(self._level)
 
@@ -88,7 +91,7 @@ class Ratios:
         return (seen + _PRIOR_ANSWERS * prior) / (n + _PRIOR_ANSWERS)
 
     def quantile(self, share: float) -> float:
-        """Return the ratio that a share of the answers stays within; by the assumed spread at first."""
+        """Return the ratio that a share of the answers stays within. The assumed spread decides at first."""
         n = len(self._ordered)
         if n < _PRIOR_ANSWERS:
             return math.exp(_PRIOR_SPREAD * normal_quantile(share))

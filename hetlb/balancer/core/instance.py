@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
-#: Seconds without a trial of more slots than were learnt, at first.
+#: Seconds between learning a number of slots and the first trial of more.
 FIRST_TRIAL_S: Final = 5.0
 #: Limits of an engine that has not told its own: KV cache in tokens, and vLLM's defaults of `max_num_seqs`
 #: (which no metric tells), `max_loras` and `max_num_batched_tokens`.
@@ -42,7 +42,7 @@ DEFAULT_MAX_LORAS: Final = 1
 DEFAULT_TOKEN_BUDGET: Final = 2048
 #: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
-#: Least seconds of a decode step.
+#: Shortest decode step in seconds.
 LEAST_STEP_S: Final = 1e-5
 
 
@@ -83,8 +83,8 @@ class Instance:
         self.name = spec.name
         self.changes = changes or ChangeCounter()
         self.profiled = spec.profiled
-        #: Model of the profile, of the data sheet of its GPU, or the default; and the same corrected by its
-        #: answers.
+        #: Latency model: of the profile, of the data sheet of its GPU, or the default. The same corrected by
+        #: its answers.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)
@@ -93,7 +93,7 @@ class Instance:
         #: Kind of its engine, "" while unknown. Data-parallel engines behind its URL: each has `1 / engines`
         #: of its sequences and KV cache.
         self.engine, self.engines = "", 1
-        #: Its LoRA adapters, None where it lists none.
+        #: Its LoRA adapters, None if it lists none.
         self.adapters: AdapterSlots | None = None
         #: Most tokens (prompt and output) of one sequence, None while unknown.
         self.longest_request_tokens: int | None = None
@@ -105,34 +105,36 @@ class Instance:
         self.incarnation = incarnation
         #: Its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
-        #: Content of its cache by its own KV events, None where it publishes none.
+        #: Content of its cache by its own KV events, None if it publishes none.
         self.blocks: BlockIndex | None = None
         self.removed = False
-        #: Evidence about its slots by whole answers, None while it had none, or something else tells them.
+        #: Evidence about its slots from whole answers. None while there was none, or if something else shows
+        #: the slots.
         self.slot_times: SlotTimes | None = None
         self.leases: dict[LeaseId, Lease] = {}
         #: Leases of decode legs, booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
         #: Leases; leases without a sequence; sequences; booked work.
         self.in_flight = self.slotless = self.sequences = self.work_ns = 0
-        #: Tokens of the KV cache that its leases will use (and its holds use), and the prompts' tokens among
-        #: them; shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
+        #: Tokens of the KV cache that its leases and holds will use, and the part of prompts; shared tokens
+        #: count once. `held_tokens` of prompts are kept until other instances have fetched them.
         self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
         #: Prompts and predicted answers of all sequences, prompts alone, and prompt tokens yet to be
         #: computed.
         self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
-        #: Since when its engine computes prompts that are not read, as far as its answers show, and tokens of
-        #: prompts that came later and wait for that.
+        #: Time since which its engine computes unread prompts, as far as its answers show. Tokens of prompts
+        #: that came later and wait for these.
         self.reading_since, self.late_tokens = now, 0
         #: Sequences of requests with targets, and of streams without a token yet.
         self.stated_sequences = self.unread_sequences = 0
         #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
         self._reading: deque[Lease] = deque()
-        #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
-        #: count though their requests have not, and their tokens in the KV cache.
+        #: Leases of requests with several sequences. Their sequences that have ended by the engine's own
+        #: count while the request has not, and the tokens of these in the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
         self.finished_sequences, self.finished_kv_tokens = 0, 0.0
-        #: Sequences of others that its engine says it has: in both of the last two samples, in the last one.
+        #: Sequences that its engine reports and hetlb did not send: at least as many in each of the last two
+        #: samples; in the last one.
         self.foreign = self.foreign_seen = 0
         #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
         self.kv_excess_tokens = 0.0
@@ -142,7 +144,7 @@ class Instance:
         self.booked = self.answered_tokens = 0
         #: None once it may run as many sequences as it has slots.
         self.exploring = Exploration() if spec.latency is None else None
-        #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
+        #: Time since which it only reads prompts, infinite while answers run. Prompt tokens read by then.
         self.prompts_alone = now, 0
         self.evidence = evidence
         self.admin = AdminState.READY
@@ -156,7 +158,7 @@ class Instance:
         self.pageless = False
         #: Reason why its last probes failed while it is up, "" if they did not.
         self.unhealthy = ""
-        #: Seconds of a packet and its answer while they take far longer than before, else 0.0; its last 4xx.
+        #: Seconds of a round trip to it if that takes far longer than before, else 0.0. Time of its last 4xx.
         self.far_s, self.refused_at = 0.0, -math.inf
         #: Name of an instance that is the same process, "" for none.
         self.twin = ""
@@ -166,14 +168,14 @@ class Instance:
         self.errors = ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
-        #: Work until the last sample, where that has its own count of tokens, and it has a profile.
+        #: Work up to the last sample, if the instance has a profile and the sample its own count of tokens.
         self.sample_mark: Mark | None = None
         #: Sequences that ran in the last sample while others waited for a slot.
         self.waiting_seen = 0
         #: Time when its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
-        #: Slots that it was seen to have, 0 while unknown; `max_num_seqs` may be more, as a trial. The next
-        #: growth, and the time without a trial.
+        #: Slots that it was seen to have, 0 while unknown; a trial may set `max_num_seqs` higher. Next growth
+        #: of the trial, and seconds before it.
         self.slots_learnt, self.slots_step = 0, 1
         self.slots_pause_s = FIRST_TRIAL_S
         self.learn_capacity(spec.capacity)
@@ -315,7 +317,7 @@ class Instance:
 
     @property
     def changes_at(self) -> float:
-        """Time when `seen` returns another occupancy though nothing was touched, infinite if never."""
+        """Time when `seen` changes although nothing was touched, infinite if never."""
         at = self._reading[0].read_by if self._reading else math.inf
         if self.foreign and self.sample_at is not None:
             at = min(at, self.sample_at + SIGNAL_STALE_S)
@@ -323,15 +325,15 @@ class Instance:
 
     @property
     def surely_has_slot(self) -> bool:
-        """True if it has a free slot, as long as it may run no more sequences than its first tokens allow."""
+        """True if it surely has a free slot, even by the least number of sequences that it may run."""
         own = self.sequences - self.finished_sequences
         few = self.exploring is not None and own >= self.exploring.least_sequences
         return not few and own + self.foreign < self.max_num_seqs
 
     def precedes(self, other: Instance) -> bool:
-        """Return True if it showed more speed than one with an equal score, or has had fewer requests.
+        """Return True if it showed more speed than another with an equal score, or has had fewer requests.
 
-        Speeds that were shown without a profile are averaged if they are near.
+        Speeds shown without a profile are averaged if they are near each other.
         """
         if self.speed.seen and other.speed.seen and self.speed.shown != other.speed.shown:
             return self.speed.shown < other.speed.shown
@@ -339,12 +341,12 @@ class Instance:
 
     @property
     def untried(self) -> bool:
-        """True if it is idle, and of its speed neither a profile nor an answer told."""
+        """True if it is idle, and neither a profile nor an answer has shown its speed."""
         return self.spec.latency is None and not self.speed.seen and not self.in_flight
 
     @property
     def shown_factor(self) -> float:
-        """Factor of its times that answers showed without a profile, infinite if none did."""
+        """Factor on the times of its model that answers showed without a profile, infinite if none did."""
         return self.speed.shown if self.spec.latency is None and self.speed.seen else math.inf
 
     @property
@@ -467,7 +469,7 @@ class Instance:
             self.unread_sequences -= lease.request.sequences
 
     def _read(self, lease: Lease, now: float) -> None:
-        """Note once that its prompts have been read."""
+        """Note, once for a lease, that its prompts have been read."""
         if lease.unread_tokens:
             least_s = self.latency.step_s(1.0, 0.0)
             self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
@@ -544,10 +546,10 @@ class Instance:
         tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def elapsed(self, now: float) -> None:
-        """Count the steps until now, and tell the speed tracker what decoded, with the tokens so far.
+        """Count the steps until now, and give the speed tracker the decoding sequences and their tokens.
 
-        Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
-        when their forecast says so. The prompts of streams without a token take their part of the iterations.
+        It is not known when a whole answer begins. It counts as decoding, and its prompt as read when its
+        forecast says so. The prompts of streams without a token take their part of the iterations.
         """
         running, unread = self.sequences - self.finished_sequences, self.unread_sequences
         prompts = float(self.prompt_tokens)
@@ -588,7 +590,7 @@ class Instance:
                 self._read(lease, now)
 
     def take_finished(self, sequences: int) -> None:
-        """Take over how many sequences of live requests have ended. Each request keeps one at least."""
+        """Set how many sequences of live requests have ended. At least one of each request stays."""
         self.touched()
         groups = self.groups.values()
         most = sum([lease.request.sequences - 1 for lease in groups])

@@ -16,7 +16,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 @dataclass(frozen=True, slots=True)
 class KvNeed(PickleByFields):
-    """Tokens that a sequence needs, as the module says; `grows` is 1, or 0 where no layer keeps all."""
+    """Tokens that a sequence needs, as the module says; `grows` is 1, or 0 if no layer keeps all tokens."""
 
     grows: float
     window: float
@@ -24,7 +24,7 @@ class KvNeed(PickleByFields):
     state: float
 
     def beside(self, tokens: float) -> float:
-        """Return the need of a sequence of `tokens` beside the share that grows."""
+        """Return the part of a sequence's need that does not grow with every token: window and state."""
         return self.window * (tokens if tokens < self.window_tokens else self.window_tokens) + self.state
 
     def tokens(self, tokens: float) -> float:
@@ -39,9 +39,10 @@ class KvNeed(PickleByFields):
         return max(0.0, cache - self.state) / (self.grows + self.window)
 
     def scaled(self, cache: int, max_model_len: int | None, batched_tokens: int) -> int:
-        """Return a KV cache as vLLM tells it, in tokens of this form; as it is where its length is unknown.
+        """Convert a KV cache as vLLM reports it to tokens of this form.
 
-        vLLM counts a window with the tokens of an iteration beside it.
+        It stays as it is if `max_model_len` is unknown. vLLM counts the tokens of an iteration in addition to
+        a window.
         """
         if max_model_len is None:
             return cache

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Factor on the attention part of decodes that share an iteration with prefill work.
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Most parts of a prompt that are computed each; of more the mean part is taken.
+#: Most parts of a prompt that are computed one by one. If there are more, each counts as the mean part.
 _EXACT_PARTS: Final = 8.0
 
 
@@ -48,7 +48,7 @@ def scaled(form: Form, factor: float) -> Form:
 class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
-    `host_s` is the host's time for every iteration beyond the points that were fitted (0 where these hold
+    `host_s` is the host's time for every iteration beyond the points that were fitted (0 if these hold
     it already), and `host_sequence_s` more for each sequence in it; `request_s` is what the server does with
     a request before its engine has it (HTTP, tokenizer). Units: seconds, tokens, requests. `batch` counts
     decoding sequences, `kv_tokens` the tokens that they hold in the KV cache together, the one computed in
@@ -80,7 +80,7 @@ class LatencyModel(PickleByFields):
         check_numbers(self, 0.0, "host_s", "host_sequence_s", "request_s")
 
     def __hash__(self) -> int:
-        """Hash of the constants: models that differ in a better form alone are rare."""
+        """Return a hash of the constants alone: models that differ only in a better form are rare."""
         return hash((self.k1, self.k2, self.k4, self.k5, self.k6, self.k8, self.host_s))
 
     # --- the paper's equations: k1..k8 ---
@@ -105,11 +105,11 @@ class LatencyModel(PickleByFields):
     # --- one iteration ---
 
     def host_of_s(self, sequences: float) -> float:
-        """Return the seconds of the host in an iteration with `sequences`, beyond the points' own."""
+        """Return the host's seconds in an iteration with `sequences`, beyond the fitted points' own."""
         return self.host_s + self.host_sequence_s * sequences
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Return the seconds of one decode step of `batch` sequences, and more of them per token held."""
+        """Return (seconds of a decode step of `batch` sequences, seconds for each token that they hold)."""
         if batch <= 0.0:
             return 0.0, 0.0
         host_s = self.host_of_s(batch)
@@ -320,9 +320,10 @@ class LatencyModel(PickleByFields):
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
-    """Return the seconds that `tokens` of prompts, which take `read_s`, delay `batch` decoding sequences.
+    """Return the delay of each of `batch` decoding sequences by reading `tokens` of prompts, in seconds.
 
-    In the iterations that compute them each of these makes a step, too.
+    Reading takes `read_s`. The delay is less, since every sequence makes a step (`step_s`) in each of the
+    iterations that read.
     """
     part = budget - batch if budget - batch >= 1.0 else 1.0
     delay_s = read_s - math.ceil(tokens / part) * step_s
@@ -384,7 +385,7 @@ def corrected(
     found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), request_s, k.host_sequence_s)
     table = found.better_decode
     if host_s < 0.0:
-        # If the host takes less than the profile says, the steps' own times hold it.
+        # If the host takes less time than the profile says, the steps get shorter by the difference.
         found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
     if table is not None and host_s < 0.0:
         least_s = 0.1 * table.seconds[0]

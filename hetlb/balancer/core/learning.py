@@ -23,22 +23,22 @@ _FOREIGN_SLACK: Final = 2
 _FOREIGN_SLACK_SHARE: Final = 0.1
 #: Decode steps of the shortest answer that says anything about speed.
 _LEAST_STEPS: Final = 4.0
-#: Largest ratio of the tokens that may have been read of prompts to the tokens of read prompts at which both
-#: tell a speed.
+#: Largest ratio of the tokens of prompts that may have been read to the tokens of prompts that surely were.
+#: Above it, their times show no speed.
 _MOST_PARTLY_RATIO: Final = 1.25
-#: Share of an answer's time after which a first byte came with the whole of it: not a stream.
+#: Share of an answer's time. If the first byte came later, the answer came as a whole and is no stream.
 _WHOLE_SHARE: Final = 0.99
-#: Share of a stream's time that must have passed in decoding for it to tell how fast.
+#: Least share of a stream's time spent in decoding, for the stream to show a speed.
 _DECODING_SHARE: Final = 0.2
 #: An engine that lets requests wait and uses less of its KV cache lacks slots, not memory.
 _ROOM_SHARE: Final = 0.8
 #: Multiple of its forecast beyond which a first token, a second later still, shows that others wait, too.
 _LATE_FACTOR: Final = 2.0
-#: Most seconds until more slots are tried than were learnt: while requests take all of these, one more, then
-#: two, four, ..., until the engine lets requests wait again. After each trial in vain the next waits twice as
-#: long.
+#: Longest pause before a trial of more slots than were learnt, in seconds. While requests take all learnt
+#: slots, one more is tried, then two, four, ..., until the engine lets requests wait again. Each trial in
+#: vain doubles the pause.
 _MOST_TRIAL_S: Final = 600.0
-#: Iterations full of prompts after which what still waits lacks a slot.
+#: Iterations full of prompts. A request that waits longer than these take lacks a slot.
 _FULL_ITERATIONS: Final = 2.0
 
 
@@ -74,14 +74,14 @@ def learn_models(instance: Instance, models: tuple[str, ...], adapters: tuple[st
 
 
 def learn_sample(instance: Instance, sample: EngineSample, now: float) -> None:
-    """Take over a scrape, unless it lacks a figure of a fresh one before it.
+    """Take over a scrape, unless it lacks a figure that a fresh earlier one has.
 
-    An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take all
-    tokens of its iterations. Two scrapes in a row that say the same are believed.
+    An engine that lets requests wait although its KV cache has room runs as many sequences as it can, unless
+    prompts take all tokens of its iterations. Two scrapes in a row must agree on that.
     """
     last, last_at = instance.sample, instance.sample_at
     if last is None and sample.running is None and sample.waiting is None and sample.kv_usage is None:
-        # A page without figures is none, as its answers tell more. It still names its engine.
+        # A page without figures does not count as one, since answers tell more. It still names the engine.
         instance.learn_capacity(sample.capacity)
         instance.engine = sample.engine or instance.engine
         return
@@ -156,7 +156,7 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
             continue
         if lease.first_token_at is None:
             if since == math.inf:
-                # Of a whole answer nothing is heard before its end, but by the engine's own counters.
+                # Only the engine's own counters show progress of a whole answer before its end.
                 shown = counts or lease.request.streamed
                 since = lease.dispatched_at
                 need_s = lease.forecast_first_s if shown else lease.forecast_end_s
@@ -179,7 +179,7 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
 
 
 def _stood(instance: Instance, since: float, now: float) -> None:
-    """Take over that an instance stood still since then."""
+    """Record that an instance has stood still since `since`."""
     instance.elapsed(now)
     instance.steps.total -= instance.speed.stood(since, now) * instance.steps.per_s
 
@@ -201,7 +201,7 @@ def _began_something_new(instance: Instance, silent_since: float) -> bool:
 
 
 def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
-    """Take over the speed by the engine's means, if no answer showed one. Return True if it changed."""
+    """Take the speed from the engine's own means if no answer has shown one. Return True if it changed."""
     if instance.profiled or instance.speed.seen:
         return False
     model, batch, budget = instance.nominal, told.batch, float(instance.token_budget)
@@ -328,7 +328,7 @@ def believe_slots(instance: Instance, slots: int, now: float) -> None:
 
 
 def _try_more_slots(instance: Instance, now: float) -> None:
-    """Try more slots than were learnt, some time after that, while all of them are taken."""
+    """Try more slots than were learnt if all of these are taken and the pause is over."""
     learnt_at = instance.slots_learnt_at
     pause_s = instance.slots_pause_s if instance.slots_step == 1 else FIRST_TRIAL_S
     if learnt_at is None or now - learnt_at < pause_s or instance.capacity.max_num_seqs is not None:
@@ -342,11 +342,11 @@ def _try_more_slots(instance: Instance, now: float) -> None:
 
 
 def _waits_for_slot(instance: Instance, running: int, now: float) -> bool:
-    """Return True if what waits first behind the `running` oldest sequences lacks a slot.
+    """Return True if the first request behind the `running` oldest sequences lacks a slot.
 
-    It may also have come in the last iterations, or lack tokens where prompts take all of an iteration;
-    while prompts are computed, a first token shows when an iteration began. Only prefill legs and streams
-    show when their prompt has been computed.
+    It may wait for another reason: it came in the last iterations, or prompts take all tokens of the
+    iterations. While prompts are computed, a first token shows when an iteration began. Only prefill legs and
+    streams show when their prompt has been computed.
     """
     unread, left, began_at = 0, running, -math.inf
     for lease in instance.leases.values():

@@ -22,9 +22,10 @@ from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
 
 @dataclass(frozen=True, slots=True)
 class Booked(PickleByFields):
-    """A lease began, `age_s` ago. `number` is its scheduler's; `begun`: its answer has begun.
+    """Start of a lease, `age_s` ago.
 
-    `first_s`: the forecast of its first token, in seconds.
+    `number`: its number at its scheduler. `begun`: its answer has begun. `first_s`: the forecast of its first
+    token, in seconds.
     """
 
     number: LeaseId
@@ -57,12 +58,12 @@ class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
     def __init__(self, queue: Queue, first_lease: LeaseId = 1) -> None:
-        """`queue` asks it for the leases that run; `first_lease` is the number of the first one."""
+        """Start without leases. `queue` asks for the running ones; the first is number `first_lease`."""
         self._queue = queue
         queue.running = self._running
         #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
-        #: Number of them that take no slot.
+        #: Number of leases without a slot.
         self.slotless = 0
         self._next_lease = first_lease
         #: Readers of bookings and their ends.

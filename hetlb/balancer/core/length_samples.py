@@ -86,7 +86,7 @@ class OraclePredictor(Predictor):
 def make(
     name: str, rng: random.Random, lengths: LengthSample | None, oracle: Mapping[RequestId, int] | None
 ) -> Predictor:
-    """Return the predictor called `name`. Raises `ValueError` where its data are missing."""
+    """Return the predictor called `name`. Raises `ValueError` if its data are missing."""
     if name == "oracle":
         if oracle is None:
             raise ValueError("the predictor 'oracle' exists only where true lengths are known")

@@ -29,7 +29,7 @@ class ServiceClass(_Targets):
     """Objective of one class of requests of a model.
 
     Targets: `ttft_s` until the first token, `tpot_s` for each further one, `e2e_s` until the whole answer;
-    infinite where none is stated. `attainment` is the share of requests that is to meet all of them.
+    infinite if none is stated. `attainment` is the share of requests that is to meet all of them.
     `background` requests take only what the other classes leave over. `first_token_weight`: a second until
     the first token weighs this many of the rest, None for the default. `refuse_hopeless`: a request that can
     no longer meet its targets is refused.

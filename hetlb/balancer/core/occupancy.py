@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 #: Age of a scrape, in seconds, beyond which it says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
-#: Share of pending prompt tokens that a request finds done. Prompts that came while the running iteration was
-#: the next one, two thirds, are half done in it; the others came since it began.
+#: Mean share of the pending prompt tokens that is computed already when a request comes. Two thirds of these
+#: prompts came before the running iteration began, and are half done in it. The others came since.
 _DONE_SHARE: Final = 1.0 / 3.0
 #: Iterations of unread prompts that an engine has ahead (`ordinary.py`: 8 equal at once TTFT 1.67 x with 4,
 #: 1.42 x with 16; other overload 1.17, 1.13 x; the worst agents 0.67, 0.94 x).
@@ -26,11 +26,11 @@ UNREAD_ITERATIONS: Final = 16.0
 class EngineLoad:
     """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
 
-    `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
-    With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
-    `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`, a pass `pass_s`.
-    `kv_cache_tokens` and `all_slots` count all `engines`; `asynchronous`: it schedules so.
-    It is never changed.
+    It is never changed. Each engine runs `batch` sequences in `slots` slots. `context_share` is the part of
+    the instance's tokens in context that belongs to one engine's batch. With C tokens in context, a decode
+    step takes `step_s + token_s * C`; with one more sequence it takes `next_step_s + next_token_s * C`. A
+    prompt token takes at least `prompt_token_s`, a pass at least `pass_s`. `kv_cache_tokens` and `all_slots`
+    are sums over all `engines`. `asynchronous`: the engine schedules asynchronously.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class EngineLoad:
     )  # fmt: skip
 
     def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
-        """`fewer` is the load with one sequence less, if it is known."""
+        """Measure the load now. `fewer` is the load with one sequence less, if it is known."""
         sequences = instance.sequences - instance.finished_sequences + instance.foreign
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
         self.latency = latency = instance.latency
@@ -62,7 +62,7 @@ class EngineLoad:
             self.step_s, self.token_s = latency.step_line(batch)
 
     def own_batch(self, sequences: float) -> float:
-        """Return sequences of one request on each engine that has some: they are spread over all engines."""
+        """Return a request's sequences on each engine that gets some: they are spread over all engines."""
         return 1.0 if sequences <= self.engines else sequences / self.engines
 
 
@@ -72,13 +72,16 @@ class Occupancy:
 
     All engines together: `running` sequences; `kv_tokens` expected in use, and `kv_excess` more while
     `sample_at` is recent; `kv_utilization`, the promised share of the cache. `empty`: no sequence runs and no
-    token is booked. Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the
-    prompt tokens that are not computed. A step takes `now_s`. The iteration that computes a new prompt begins
-    in `joining_s`, after the rest of `reading_s`: what it has computed since `reading_since` takes so long.
-    Beyond that it needs `most_late_s` more at most; no bound while nothing has shown its speed.
-    `behind` tokens of prompts came later and are computed before a new one. `incoming` prompts are still at
-    other instances, the oldest since `oldest_at`. `prefilling`: prompt tokens that were computed recently.
-    `troubled`: see `Evidence`.
+    token is booked.
+
+    Each engine: `context`, the tokens of its batch with half of each answer; `unread`, the prompt tokens that
+    are not computed; `now_s`, the seconds of a step. A new prompt's iteration begins in `joining_s`, counted
+    from the end of the prompts that are being read. These take `reading_s` since `reading_since`. If they are
+    late, they take at most `most_late_s` longer; this is infinite while nothing has shown the speed. `behind`
+    tokens of prompts came later and are computed before a new one.
+
+    `incoming` prompts are still at other instances, the oldest since `oldest_at`. `prefilling`: prompt tokens
+    that were computed recently. `troubled`: see `Evidence`.
     """
 
     __slots__ = (
@@ -130,7 +133,7 @@ class Occupancy:
     def left_s(self, now: float) -> float:
         """Return the seconds until the prompts that are computed now have been read.
 
-        What is late by some time is taken to need as much again, `most_late_s` at most.
+        If they are late, they are expected to need as long again as they are late, at most `most_late_s`.
         """
         whole_s = self.reading_s
         if whole_s <= 0.0:
@@ -163,7 +166,7 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int, bool]
 
 
 class EngineKind:
-    """A kind of instances, by their parameters: they share loads by the number of sequences."""
+    """Instances with equal parameters. They share loads, which are kept by the number of sequences."""
 
     __slots__ = ("loads", "parameters")
 
@@ -174,7 +177,7 @@ class EngineKind:
 
 #: Most instances listed as touched.
 MOST_TOUCHED: Final = 4096
-#: Most kinds of instances that are known again: each change of a learnt speed makes another.
+#: Most kinds of instances that are remembered. Each change of a learnt speed makes another kind.
 _MOST_KINDS: Final = 64
 
 

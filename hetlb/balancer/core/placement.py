@@ -40,9 +40,9 @@ from hetlb.balancer.core.types import (
 if TYPE_CHECKING:
     from hetlb.balancer.core.adapters import AdapterLoadTime
 
-#: Answers that run for each that has ended from which on their lengths are not known: see `_as_running`.
+#: Lengths count as unknown if more answers than this run for each one that has ended: see `_as_running`.
 _UNKNOWN: Final = 4.0
-#: Times of reading its prompt after which a waiting request is due, and the most seconds.
+#: Multiple of the time to read its prompt after which a waiting request is due, and most seconds.
 _READ_PATIENCE: Final = 20.0
 _MOST_PATIENCE_S: Final = 30.0
 #: Prompt and output tokens of the mean request before the first one, to measure capacity.
@@ -140,7 +140,7 @@ class Placement:
         self.demands: dict[str, Demand] = defaultdict(Demand)
         #: Sizes of waiting requests at other schedulers, by model.
         self.elsewhere: dict[str, int] = {}
-        #: Splits requests, None where no instance has a `kv_transfer`.
+        #: Splits requests, None if no instance has a `kv_transfer`.
         self.splits: Splitting | None = None
         #: Seconds to load adapters, None before the first request for one.
         self.adapter_load: AdapterLoadTime | None = None
@@ -148,7 +148,7 @@ class Placement:
         self._usual.add(*_USUAL_REQUEST)
         #: Called with each request that the policy raised an error for; None: the error is raised.
         self.on_failed: Callable[[Request, Exception], None] | None = None
-        #: Requests that it did so for, until they are rejected.
+        #: Requests for which the policy raised an error, until they are rejected.
         self.failed: set[RequestId] = set()
 
     def use(self, policy: Policy) -> None:
@@ -175,7 +175,8 @@ class Placement:
     def patience_s(self, request: Request) -> float:
         """Return the seconds after which a request is due, by the time that its prompt takes to read.
 
-        Shorter ones go first, so that fewer wait; none waits for more than `_MOST_PATIENCE_S` of later ones.
+        Requests with short prompts go first, so that fewer wait. A request waits for later ones for at most
+        `_MOST_PATIENCE_S`.
         """
         ready = self.fleet.ready.get(request.model)
         if ready is None or not ready.able or not self.policy.holds_back:
@@ -188,14 +189,14 @@ class Placement:
         return min(_READ_PATIENCE * read_s, _MOST_PATIENCE_S)
 
     def kind_of(self, request: Request, predicted: float) -> int:
-        """Return the kind of a request: it has a line of its own; 0 without a plan."""
+        """Return the kind of a request, 0 without a plan. Each kind has a line of its own."""
         worth = self.policy.worth
         return 0 if worth is None else worth.kind(request.model, request.prompt_tokens, predicted)
 
     # --- filter, score, pick, book ---
 
     def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
-        """Choose an instance and book the request there; None if none would get it now."""
+        """Choose an instance and book the request there. Return None if no instance would get it now."""
         found = self.choose(request, ready, now, predicted)
         return None if found is None else self.book(found)
 
@@ -211,12 +212,12 @@ class Placement:
         waited_s: float = 0.0,
         kept: frozenset[str] = frozenset(),
     ) -> Decision | None:
-        """Filter, then let the policy choose; None if no instance would get the request now.
+        """Filter, then let the policy choose. Return None if no instance would get the request now.
 
-        `own_size` is what it counts for in the queue; `long` is the predictor's, -1 if it was not asked;
-        instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
-        has been given notice gets only what ends in time. None, too, if the policy raised an error: the
-        request is in `failed` then.
+        `own_size`: the size of the request in the queue. `long`: the predictor's long length, -1 if it was
+        not asked. Instances of class `ceiling` and above, and the `kept` ones, are kept for other requests.
+        `waited_s`: time since the request came. An instance that has been given notice gets only what ends in
+        time. If the policy raises an error, return None, too; the request is then in `failed`.
         """
         try:
             waiting = self.queue.waiting(request.model) - own_size if self.queue.held else 0
@@ -258,7 +259,7 @@ class Placement:
             return None
 
     def _slotless(self, ctx: SchedulingContext, ready: ReadyInstances, choices: Choices) -> Decision | None:
-        """Choose for a request that takes no slot: the fewest of these for the instance's speed."""
+        """Choose for a request without a slot: the instance with the fewest of these for its speed."""
         staying = choices.without({each.name: _LEAVES for each in choices.instances if each.leaves_at})
         left = staying if staying.instances else choices
         if not left.instances:
@@ -358,11 +359,12 @@ class Placement:
         return ctx
 
     def _as_running(self, request: Request, predicted: float, long: float) -> tuple[bool, float]:
-        """Return True if lengths are unknown, and the length of a long answer, by the running ones.
+        """Return True if lengths are unknown, and the length of a long answer, corrected by running answers.
 
-        One that runs is a lower bound. While more run than have ended, `long` grows with them; while four
-        times as many do, each is to have room for half a long one (R1's lengths, cold, at once: at least 0.95
-        of the best other in 26 -> 34 of 36; `front.py`: short runs 1.003, bursts 1.03 x the mean TTFT).
+        The tokens of a running answer are a lower bound of its length. While more answers run than have
+        ended, `long` grows with their tokens. Lengths are unknown while four times as many run: then each
+        answer is to have room for half a long one (R1's lengths, cold, at once: at least 0.95 of the best
+        other in 26 -> 34 of 36; `front.py`: short runs 1.003, bursts 1.03 x the mean TTFT).
         """
         ended, running, grown = self.predictor.seen(request.model), 0.0, 0.0
         if ended >= float(len(self.ledger.leased)):

@@ -76,25 +76,25 @@ def _bucket(tokens: int) -> int:
     return _EXACT_TOKENS + shift * _DOUBLING_BUCKETS + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length in tokens counted as it is: engines and peers may say any.
+#: Longest counted length in tokens. Engines and peers may report longer ones.
 _MOST_TOKENS: Final = 1 << 31
 #: Number of answers after which a weight has halved, so that a change of traffic is followed.
 HALF_LIFE_ANSWERS: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
-#: Squared shares of limits that stand against the first answers.
+#: Weight of the prior of `share`, as a sum of squared shares of limits.
 _LIMIT_PRIOR_WEIGHT: Final = 0.5
 _NOTHING: Final = (0.0, 0.0)
 
 
-#: Limits of requests of which a histogram keeps what is below them.
+#: Most limits for which a histogram keeps the sums below them.
 _MOST_LIMITS: Final = 64
 
 
 class _Histogram:
     """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together.
 
-    Buckets with lengths alone take memory: one is kept for each tenant. Sums over them are made anew at each
-    of the first answers, then every 16th.
+    Only buckets that hold a length are stored, since each tenant has a histogram. Their sums are computed
+    anew after each of the first answers, then after every 16th.
     """
 
     def __init__(self) -> None:
@@ -106,14 +106,14 @@ class _Histogram:
         self._summed: list[int] = []
         self._cum_counts: list[float] = []
         self._cum_totals: list[float] = []
-        #: Of the caps that were asked for since: the place of their bucket (-1: none), and what is below.
+        #: By limit asked for since then: the place of its bucket (-1: none), and the sums below it.
         self._below: dict[int, tuple[int, float, float]] = {}
         #: The bucket that holds a long answer.
         self._long_at = 0
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
-        #: By doubling of the limit: see `share`.
+        #: Sums for the slope of `share`, by power of two of the limit.
         self._followed: dict[int, tuple[float, float]] = {}
 
     def _place(self, index: int) -> int:
@@ -147,7 +147,7 @@ class _Histogram:
             self._fresh = False
 
     def follow(self, limit: int, expected: float, tokens: float) -> None:
-        """Count an answer for `share`: its distance from the expected length, on the way to its limit.
+        """Count an answer for `share`: its distance from the expected length, relative to its limit.
 
         `expected` is E[min(O, limit)] before this answer.
         """
@@ -157,10 +157,11 @@ class _Histogram:
         self._followed[doubling] = (moved, rooms + self._unit * room * room)
 
     def share(self, limit: int, prior: float = 0.0) -> float:
-        """Return the part of the way from expectation to such a limit that answers go: `prior` before any.
+        """Return how far answers go from the expected length to such a limit: 0 not at all, 1 up to it.
 
-        The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
-        where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
+        The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit. It
+        is 0 if the limit has no influence, as with one large limit for all requests. It is 1 if all answers
+        are as long as their limits. `prior` counts before there are answers.
         """
         moved, room = self._followed.get(min(63, limit.bit_length()), _NOTHING)
         weight = _LIMIT_PRIOR_WEIGHT * self._unit
@@ -228,11 +229,11 @@ MOST_TENANTS: Final = 1024
 
 
 class OnlinePredictor(Predictor):
-    """E[min(O, max_tokens)] per model and tenant, nearer to `max_tokens` as answers to such limits are.
+    """E[min(O, max_tokens)] by model and tenant, moved towards `max_tokens` if answers follow their limits.
 
-    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
-    shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
-    effective number of its answers (empirical Bayes with a fixed prior weight).
+    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is shrunk
+    towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), with the effective
+    number w of its answers (empirical Bayes with a fixed prior weight).
     """
 
     def __init__(self) -> None:
@@ -267,7 +268,7 @@ class OnlinePredictor(Predictor):
         return predicted
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
-        """Return the quantile of what was seen, at least four times the prior while little was."""
+        """Return the quantile of the seen lengths: at least four times the prior while few were seen."""
         if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:
@@ -317,7 +318,7 @@ def make_predictor(
     lengths: LengthSample | None = None,
     oracle: Mapping[RequestId, int] | None = None,
 ) -> Predictor:
-    """Return the predictor called `name`. Raises `ValueError` where its data are missing."""
+    """Return the predictor called `name`. Raises `ValueError` if its data are missing."""
     if name == "online":
         return OnlinePredictor()
     if name not in PREDICTORS:

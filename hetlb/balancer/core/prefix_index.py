@@ -22,8 +22,8 @@ MOST_UNUSED_NODES: Final = 262_144
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK_FACTOR: Final = 0.8
 _GROWTH_FACTOR: Final = 1.02
-#: A conversation is kept if it has as many tokens beyond its prompt's prefixes, and a report is compared with
-#: as many expected cached tokens that no request uses: fewer are soon read again.
+#: Least tokens of a conversation, beyond its prompt's prefixes, for it to be kept. Least expected cached
+#: tokens, unused by any request, for a comparison with a report. Fewer tokens are soon read again.
 LEAST_TOKENS: Final = 64
 #: Share that meets an expectation: engines round down to whole blocks.
 _MET_SHARE: Final = 0.75
@@ -52,7 +52,10 @@ class Held:
         self._paid_upto: dict[int, float] = {}
 
     def add(self, nodes: Sequence[Node], tokens: int, most: int) -> None:
-        """Note the `nodes` at the end of a prefix with one span of `tokens` tokens as its last."""
+        """Note that the trees of `nodes` hold a prefix, with a last span of `tokens` tokens.
+
+        At most `most` tokens of the prefix count as held.
+        """
         users = 0.0
         for node in nodes:
             users += node.users - self._usual
@@ -121,7 +124,7 @@ class Tree:
         self.used_tokens = 0
 
     def attach(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Shared:
-        """Use every prefix of a prompt, made where it is not there."""
+        """Use every prefix of a prompt, and add the prefixes that the tree lacks."""
         nodes = self.nodes
         parent: Node | None = None
         held = end = new = used = 0
@@ -209,7 +212,10 @@ class Tree:
         output_tokens: int,
         reported: int | None,
     ) -> None:
-        """Take in an answer: its conversation is in the cache, and `reported` tokens of its prompt were."""
+        """Take in an answer, and keep its conversation as cached.
+
+        `reported` tokens of its prompt were in the cache before; None if the engine did not say.
+        """
         if reported is not None:
             self.correct(shared, reported)
         for key, tokens in keys:
@@ -217,9 +223,9 @@ class Tree:
                 self.remember(key, prompt_tokens + output_tokens, shared.node)
 
     def correct(self, shared: Shared, reported: int) -> None:
-        """Take over how many tokens of a prompt an engine found in its cache.
+        """Adjust the believed share of unused blocks to the prompt tokens that an engine found in its cache.
 
-        Where others had it in use, a smaller report says nothing: it may have been in the making.
+        Only tokens that no other request used are compared. The others may not have been computed yet.
         """
         idle = shared.idle_tokens
         if self.told or idle < LEAST_TOKENS:
@@ -247,9 +253,9 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int, usual: float = 0.0) -> Held | None:
-        """Return tokens that each engine holds of a prompt, all but one at most; None if none holds any.
+        """Return the tokens of a prompt that each engine holds, None if none holds any.
 
-        `usual`: leases of an engine in the mean.
+        The last token of the prompt never counts. `usual`: mean number of leases of an engine.
         """
         found: Held | None = None
         holders, most, begin = self._holders, prompt_tokens - 1, 0

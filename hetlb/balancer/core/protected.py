@@ -17,15 +17,15 @@ _AIMED_SHARE: Final = 0.5
 _FORGET_S: Final = 60.0
 #: Bound of `margin`'s logarithm: twenty times the expected load.
 _MOST_PRESSURE: Final = 3.0
-#: A class of which as many answers have ended beside no background, and none met its targets, cannot be
-#: served in time.
+#: Fewest answers that ended without background beside them. If none of as many met its targets, the class
+#: cannot be served in time.
 _LEAST_ENDED: Final = 8
 
 
 class Protected:
     """Targets of a class, its mean prompt and answer, and the pressure of misses.
 
-    Where requests state targets of their own, the tightest of the newest count.
+    If requests state targets of their own, the tightest of the newest requests count.
     """
 
     __slots__ = (
@@ -94,7 +94,8 @@ class Protected:
     def answered(self, lease: Lease, now: float, alone: bool) -> None:
         """Note that an answer ended well; the first token of a whole answer is unseen.
 
-        `alone`: the instance runs requests with targets only. A miss beside others shows their cost.
+        `alone`: the instance runs requests with targets only. If other requests run there, a miss may be
+        their fault.
         """
         request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
         if request.streamed and lease.first_token_at is not None:

@@ -28,7 +28,7 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Requests that have left and keep a place in the order, beyond as many as wait.
+#: Most requests that have left and still have a place in the order, beyond the number of waiting ones.
 _MOST_LEFT: Final = 64
 
 
@@ -219,7 +219,10 @@ class Queue:
         return list(self._lines.get(key, {}).values())
 
     def heads(self, key: QueueKey) -> list[Queued]:
-        """Return the next request of a line for each `fit` and kind, background apart, by turn and level."""
+        """Return the next requests of a line, in the order of their turns.
+
+        There is one for each `fit` and kind, and another one of each for background requests.
+        """
         line = self._lines.get(key)
         if line is None:
             return []

@@ -36,7 +36,7 @@ class Rank:
 
 
 class RankBooking:
-    """Bookings of one lease: its rank, its part of the tree there, unread and all tokens."""
+    """Bookings of one lease: its rank, its part of the tree there, its unread tokens and all its tokens."""
 
     __slots__ = ("kv_tokens", "rank", "shared", "unread_tokens")
 

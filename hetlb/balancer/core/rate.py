@@ -24,7 +24,7 @@ class RecentRate:
         self._at = at
         self._per_s = per_s
         self._since = since
-        #: Share of the weights of a long time that lies since the first event, 0 before it is asked for.
+        #: Share of the exponential weights that falls after the first event, 0 before it is computed.
         self._known = 0.0
         self._rank = math.nan
 

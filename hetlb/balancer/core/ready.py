@@ -56,7 +56,7 @@ class ReadyInstances:
         routable = [each for each in instances if not each.why_not]
         #: Instances that take requests, in any role.
         self.up = [each for each in routable if each.evidence.health.state is Health.UP] or routable
-        #: Reasons of the instances that get no whole request: their role, while another one is there.
+        #: Reasons of instances without whole requests: another instance has the role for these.
         self.roles = _kept_by_role(routable)
         #: Choices of a request that may go to all of `able`.
         self.everyone = self._fitting(0, None, None, False)
@@ -64,11 +64,11 @@ class ReadyInstances:
         #: Throttled instances, and whether there are any.
         self.active = [each for each in self.able if each.evidence.active(now)]
         self.throttled = bool(self.active)
-        #: A request fits everywhere if its prompt and output stay within the first, and goes to all of `able`
-        #: within the second.
+        #: Largest prompt and output that fit every instance. The same, but none while an instance is
+        #: throttled: up to it a request may go to all of `able`.
         self.fitting_tokens = min([_longest(each) for each in self.able], default=math.inf)
         self.longest_tokens = -1.0 if self.throttled else self.fitting_tokens
-        #: Lengths that instances can take, ascending: the index of one is the class of an instance.
+        #: Lengths that instances can take, ascending. The index of a length is the class of its instances.
         self.limits = tuple(sorted({_longest(instance) for instance in instances}))
         #: A prompt longer than this, with one token of output if there is any, fits no instance.
         self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
@@ -101,9 +101,9 @@ class ReadyInstances:
     ) -> Choices:
         """Return the choices of a request now.
 
-        `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
-        restraints itself; otherwise only instances without one are left, if there are some. `side` counts
-        only while its instances can serve the request, and a canary is not restrained.
+        `tried`: instances that the request was at before; it is no trial then. `holds_back`: the policy heeds
+        restraints itself. Otherwise instances with a restraint are left out, unless all have one. `side`
+        counts only while its instances can serve the request and a canary is not restrained.
         """
         tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(
@@ -155,8 +155,8 @@ class ReadyInstances:
     ) -> Choices:
         """Return the instances that may have a request of `tokens` and are large enough.
 
-        Roles count for nothing where no other instance is left. The rest of an answer goes on by its token
-        ids (`by_ids`), where any that is there takes them.
+        An instance with another role is taken if there is no other. With `by_ids`, the request goes on by
+        token ids and only instances that take these are left.
         """
         excluded: dict[str, str] = {}
         able: list[Instance] = []

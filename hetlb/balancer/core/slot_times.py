@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 #: Numbers of slots that are compared; the last stands for no limit that matters.
 CANDIDATES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
-#: Answers that count, about, and the fewest that tell something.
+#: Number of answers that count, about; fewest for a conclusion.
 _ANSWERS: Final = 64.0
 _LEAST_ANSWERS: Final = 8.0
-#: Standard deviation of the logarithm of the ratio: of any engine, and how much worse no limit must fit.
+#: Standard deviation of the ratio's logarithm on any engine. Factor for "no limit" to be clearly worse.
 _NOISE: Final = 0.1
 _WORSE_FACTOR: Final = 1.25
 #: Distance from the mean of an answer that ended before it could have begun.
@@ -34,19 +34,19 @@ _CONTRADICTION: Final = 3.0
 
 @mypyc_attr(acyclic=True)
 class _Sent:
-    """A request: the number of earlier ones that are unfinished, and since when it is at most that."""
+    """A sent request. `ahead`: the number of earlier ones that are still unfinished."""
 
     __slots__ = ("ahead", "since")
 
     def __init__(self, ahead: int, now: float) -> None:
         self.ahead = ahead
-        #: By the number of earlier ones, the present one last.
+        #: Time since which each number of earlier ones is not exceeded; the present number comes last.
         self.since: list[float] = [now]
 
 
 @mypyc_attr(acyclic=True)
 class _Fit:
-    """Weighted mean and variance of the ratio by one number of slots."""
+    """Weighted mean and variance of the ratio's logarithm, under one assumed number of slots."""
 
     __slots__ = ("mean", "square", "weight")
 

@@ -2,8 +2,8 @@
 
 One factor on all durations of the model, bounded, and exactly 1 while a measured profile is about right. An
 answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were prefilled
-meanwhile. What that took over what it should have taken by the model, both summed over the answers of about
-the last `MEMORY_S` seconds, is the factor.
+meanwhile. The factor is the time that answers took over the time that the model predicts for them, both
+summed over about the last `MEMORY_S` seconds.
 
 Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
 answered, its factor is the mean of the other instances', with profiles and without apart. The default model
@@ -26,8 +26,8 @@ from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
-#: Seconds of first prompts (a network adds some ms) that correct a profile off by `_CLEAR_FACTOR`, and the
-#: seconds of answers for which they count.
+#: Least expected seconds of first prompts that may correct a profile (a network adds some ms). Least factor
+#: between them and the profile. Seconds of answers that the correction counts for.
 FIRST_PROMPTS_S: Final = 0.1
 _CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
@@ -36,21 +36,21 @@ TRUSTED_FACTOR: Final = 1.2
 MOST_PROFILED_FACTOR: Final = 4.0
 #: Largest correction of the default model, used without a profile.
 MOST_UNPROFILED_FACTOR: Final = 64.0
-#: Seconds over which the factor is averaged to which a speed returns while no answer comes.
+#: Seconds over which `_good` is averaged. A worse factor returns to it while no answer comes.
 _GOOD_S: Final = 60.0
-#: Answers in a row that are as many times slower or faster as `_CLEAR_FACTOR`: they alone are its speed then.
+#: Answers in a row that are slower, or faster, by `_CLEAR_FACTOR`. Then they alone are the speed.
 _CLEAR_ANSWERS: Final = 5
-#: About as many answers are averaged for its usual speed until there are four times as many, and
-#: seconds over which a slower speed is followed after that.
+#: Answers over which the usual speed is averaged, until four times as many have come. After that, seconds
+#: over which it follows a slower speed.
 _USUAL_ANSWERS: Final = 10
 _USUAL_S: Final = 3600.0
-#: Answers in a row that are clearly slower, enough to say so.
+#: Answers in a row that are clearly slower, for the server to count as slower.
 _SLOW_ANSWERS: Final = 3
 #: Factor over a profile of a slow server.
 SLOW_FACTOR: Final = 1.5
-#: Factor over its usual one from which a server is compared with others.
+#: Multiple of its usual factor from which on a server is compared with others.
 SLOWED_FACTOR: Final = 2.0
-#: Least relative change of a new factor that takes the place of the one in force.
+#: Least relative change for a new factor to replace the one in force.
 _CHANGE_SHARE: Final = 0.05
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
 _MIXED_SHARE: Final = 0.1
@@ -121,23 +121,24 @@ class SpeedTracker:
         self.stood_at = -math.inf
         #: Running sequences and their tokens since the last `elapsed`.
         self._running = self._tokens = 0.0
-        #: Factor that it showed over about `_GOOD_S` seconds, the mean of the first answers before that.
+        #: Mean of the factors that it showed, over about `_GOOD_S` seconds; at first over all its answers.
         self._good = 1.0
-        #: The same over about an hour.
+        #: The same over about an hour: its usual factor.
         self.usual = 1.0
         self.answers = 0
-        #: Seconds seen and expected of answers in a row that are clearly slower (or faster) than its factor,
-        #: and their number, below 0 of faster ones.
+        #: Observed and expected seconds of the last answers in a row that differ clearly from the factor.
+        #: Their number, below 0 if they are faster.
         self._run_observed_s = self._run_expected_s = 0.0
         self._run = 0
         self._aged_at = now
-        #: Factor, and seconds, of about the last three answers; 0 before the first.
+        #: Factor of about the last three answers, and their seconds; 0 before the first.
         self._newest = self.newest_s = 0.0
-        #: True from a factor of `SLOW_FACTOR` until newer answers are well; a factor that ages is no answer.
+        #: True from a factor of `SLOW_FACTOR` until newer answers are well. That a factor ages does not end
+        #: it.
         self.slow = False
         #: Time since which it is slower than usual while others are not, None if it is not.
         self.slowed_since: float | None = None
-        #: Good answers in a row since then, how many end that, and the time of the last end.
+        #: Good answers in a row since then; number that ends the slowness; time when it last ended.
         self.well, self.enough, self.well_at = 0, 0, -math.inf
         #: True if `age` changed the factor.
         self.changed = False
@@ -154,7 +155,7 @@ class SpeedTracker:
 
     @property
     def lately(self) -> float:
-        """The factor in force, or a larger one that some answers in a row show."""
+        """The factor in force, or a larger newest one after some clearly slower answers in a row."""
         return max(self.shown, self.newest) if self._run >= _SLOW_ANSWERS else self.shown
 
     @property
@@ -164,11 +165,14 @@ class SpeedTracker:
 
     @property
     def in_doubt(self) -> bool:
-        """True if it is slow: its work goes elsewhere, and few answers show if it is so still."""
+        """True if it is slow. Its work goes elsewhere then, so few answers show whether it still is."""
         return self.slow or self.slowed_since is not None
 
     def renew(self, now: float) -> bool:
-        """Let the last answers in a row that are clearly faster be its speed. True if the factor changed."""
+        """Take the last answers in a row as its speed if they are clearly faster.
+
+        Return True if the factor changed.
+        """
         if self._run >= 0:
             return False
         self._observed_s, self._expected_s = self._run_observed_s, self._run_expected_s
@@ -184,9 +188,9 @@ class SpeedTracker:
             self._running, self._tokens = running, tokens
 
     def stood(self, since: float, now: float) -> float:
-        """Take the seconds since `since` or the last call out of the evidence: it stood still. Return them.
+        """Take the time that it stood still out of the evidence. Return the seconds.
 
-        Call it right after `elapsed`.
+        The time begins at `since`, or at the last call if that was later. Call it right after `elapsed`.
         """
         seconds = max(0.0, now - max(since, self.stood_at))
         if seconds > 0.0:
@@ -197,7 +201,7 @@ class SpeedTracker:
         return seconds
 
     def age(self, now: float) -> None:
-        """Let a factor that is worse than before return to that while no answer confirms it."""
+        """Let a factor that is worse than before return to `_good` while no answer confirms it."""
         begin = max(self.seen_at + MEMORY_S, self._aged_at)
         if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE_SHARE):
             return
@@ -287,7 +291,7 @@ class SpeedTracker:
         return True
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
-        """Take one comparison over. Return True if the factor changed."""
+        """Take in one comparison of seconds with their expectation. Return True if the factor changed."""
         since = now - self.seen_at
         keep = math.exp(-since / MEMORY_S)
         self.seen_at, self.seen = now, True
@@ -332,7 +336,7 @@ class SpeedTracker:
         return abs(self._run) >= _CLEAR_ANSWERS
 
     def _remember(self, factor: float, since: float) -> None:
-        """Let the factor over a long time follow one that was shown `since` seconds after the last."""
+        """Let the long-term factors follow a new one, shown `since` seconds after the last."""
         self.answers += 1
         gain = max(1.0 / self.answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
         self._good *= (factor / self._good) ** gain
@@ -344,11 +348,12 @@ class SpeedTracker:
 
 
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each factor the geometric mean of the factors near it, each with its confidence as weight.
+    """Return for each factor the mean of the factors near it, weighted by confidence.
 
-    They are near within `TRUSTED_FACTOR`, so a larger factor has no smaller mean (further off if few answers
-    were seen: servers that differ 2 times were one in `ordinary.py`, a lone user's E2E 0.49 of the best
-    other). A pair is a factor with its confidence, above 0.
+    The mean is geometric. Factors within `TRUSTED_FACTOR` of each other are near, so a larger factor never
+    has a smaller mean. (When factors further off were averaged while few answers were seen, servers that
+    differ 2 times became one: a lone user's E2E 0.49 of the best other, `ordinary.py`.) A pair is a factor
+    with its confidence, above 0.
     """
     factors = sorted(shown)
     sums = [(0.0, 0.0)]

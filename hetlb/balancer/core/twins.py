@@ -1,9 +1,9 @@
 """Two names of one process: counts of tokens grow by the answers of both names.
 
-Servers of one script may begin at the same tick of the clock, so an equal start is no proof. One process says
-at either name at least what it said before at the other and little more, of tokens and of CPU seconds; and it
-computed about as many tokens as the answers of both names had. Two servers with equal load computed half of
-that, each.
+Servers started by one script may begin at the same tick of the clock, so an equal start is no proof. There
+are two tests. A scrape at one name must show at least the tokens and CPU seconds that the last scrape at the
+other name showed, and little more. And the process must have computed about as many tokens as the answers of
+both names had. Of two servers with equal load, each computed half of that.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
 
-#: Least number of answers in a stretch of time that is compared; as many as run, too.
+#: Least number of answers in a stretch of time that is compared. There must be as many as run, too.
 _LEAST_ANSWERS: Final = 10
 #: Ratio of tokens computed to tokens of answers in a stretch: least and most of one process.
 _LEAST_RATIO: Final = 0.75
 _MOST_RATIO: Final = 1.33
-#: Stretches that agree, but for as many others, and scrapes in a row that fit one process: then it is one.
+#: Stretches that agree, less the ones that do not; and scrapes in a row that fit. With both it is one
+#: process.
 _SURE: Final = 3
 _SURE_SCRAPES: Final = 4
-#: Most seconds between two scrapes of which the later may not have much more.
+#: Most seconds between two scrapes for the later one to show little more than the earlier one.
 _NEAR_S: Final = 0.6
-#: Other names of one process that are looked for: of a thousand servers each would be compared with each.
+#: Most other names that may be of one process. With a thousand servers, each would be compared with each.
 _MOST_NAMES: Final = 8
-#: Largest step between two names' figures of one process: tokens of each running answer, CPU seconds, and a
-#: multiple of a figure's recent growth.
+#: Largest increase between the scrapes of two names of one process: tokens for each running answer, CPU
+#: seconds, and a multiple of the recent growth.
 _MOST_STEPS: Final = 2.0
 _MOST_CPU_S: Final = 0.05
 _MOST_GROWTH: Final = 1.5
@@ -61,7 +62,7 @@ class Pair:
         self.sure = False
 
     def scraped(self, one: Instance, other: Instance, now: float) -> None:
-        """Compare after a scrape of `one`; a stretch goes from a scrape of a name to a later one of it."""
+        """Compare after a scrape of `one`. A stretch lasts from a scrape of a name to a later one of it."""
         sample = one.sample
         if sample is None or sample.answered is None or sample.cpu_s is None:
             return
@@ -94,7 +95,7 @@ class Pair:
 
 
 def _fits(found: Scraped, before: Scraped, there: Scraped) -> bool:
-    """Return True if figures can be the ones that the other name said before, a little later."""
+    """Return True if the figures can be the other name's earlier ones, grown for a short time."""
     tokens, cpu_s = found.answered - there.answered, found.cpu_s - there.cpu_s
     if tokens < 0 or cpu_s < 0.0:
         return False

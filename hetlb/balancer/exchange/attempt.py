@@ -34,7 +34,7 @@ class Attempt(Carried):
         return False
 
     def move(self) -> bool:
-        """Ask for another lease, which comes at once or later; False where that cannot be."""
+        """Ask for another lease, which comes at once or later; False if that cannot be."""
         return False
 
     def pause(self, paused: bool) -> None:

@@ -38,8 +38,8 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.turns import turns
 
-#: Ended requests that are counted and logged at once; fewer while no request is open. The client behind them
-#: waits for it: 64 took 0.3 ms, which a lone client's p99 showed.
+#: Most ended requests that are counted and logged at once; fewer while no request is open. The client behind
+#: them waits for it: 64 took 0.3 ms, which a lone client's p99 showed.
 SETTLED_REQUESTS: Final = 16
 #: Seconds of a pause of the process after which arrived bytes are read before anything times out.
 GAP_S: Final = 1.0
@@ -73,7 +73,7 @@ class Handshake(Maker):
         """Return the head with the engine's name of the model, in place of an alias."""
 
 
-#: Makes them for a driver and its scheduler, with what carries out commands.
+#: Makes `Splits` for a driver and its scheduler. The last argument carries out commands.
 MakeSplits: TypeAlias = "Callable[[Driver, Scheduler, Callable[[list[Command]], None]], Splits]"
 
 
@@ -107,12 +107,12 @@ class Driver:
         self.access = access
         #: True if answers may go on at another instance.
         self.resumes = True
-        #: Called with the requests that ended, some at once, and with each that did not pass.
+        #: Called with ended requests, several at a time, and with each request that was refused.
         self.on_ended: Callable[[list[RequestRecord]], None] | None = None
-        #: Called in a sweep with its time: what clients have to do in time.
+        #: Called with the time at each sweep, for the time limits of clients.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id: RequestId = 1
-        #: Turns for answers that are taken elsewhere.
+        #: Turns of the event loop for answers that go on at another instance.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         self.guard = Guard(self)
@@ -216,7 +216,7 @@ class Driver:
             self.on_ended([record])
 
     def log_lost(self, why: str) -> None:
-        """Note in any thread that lines of a log are lost."""
+        """Note that lines of a log are lost. May be called in any thread."""
         self.counted.recent.own["log_lost"] = self.now(), why
 
     def settle(self) -> None:
@@ -383,5 +383,5 @@ class Driver:
 def _count(ended: list[RequestRecord], scheduling: SchedulerDriver, counted: Totals) -> None:
     models = scheduling.fleet.models
     for record in ended:
-        # A name that was never served is a client's: it must not become a label.
+        # A name that no instance ever served was made up by a client. It must not become a label.
         counted.finished(record, record.lease is not None or record.request.model in models)

@@ -57,7 +57,7 @@ class DrainRate:
 
 
 class StallWatch:
-    """True if this process stood still: bytes were not read meanwhile, and no engine was slow."""
+    """Watch for standstills of this process: its bytes were not read meanwhile, and no engine was slow."""
 
     __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from hetlb.balancer.core.types import Outcome
 
-#: Seconds in all for which a client must hold up an answer that breaks off for this reason.
+#: Least seconds in all for which a client did not read, if its answer broke off for this reason.
 HELD_UP_S: Final = 1.0
 
 

@@ -112,7 +112,7 @@ class EngineAnswer:
         return stream is not None and stream.done and not stream.failed and stream.lost is None
 
     def read_as(self, stream: StreamedAnswer) -> None:
-        """Read it as a stream."""
+        """Read the answer as a stream."""
         self.length = None  # removed bytes make it shorter
         self.stream = stream
 
@@ -138,7 +138,7 @@ class EngineAnswer:
         return self._fields is not None
 
     def emptied(self, payload: bytes) -> bytes:
-        """Return a part of the body with its fields about KV transfers emptied."""
+        """Return a part of the body with the values of its fields about KV transfers emptied."""
         transfers = self._transfers
         if transfers is None:
             if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):

@@ -71,7 +71,7 @@ class NotingMaker(Maker):
 def kept_place(driver: Driver, response_id: str, owner: str | None) -> Place | None:
     """Return the place of a response that a key asked for, None without one. Raises `GateError`.
 
-    An instance that takes no requests now is a 503: later it may.
+    If its instance takes no requests now, the error is a 503: later it may take some.
     """
     place = driver.kept.of(response_id, owner) if len(response_id) <= MOST_ID_CHARACTERS else None
     takes = None if place is None else driver.scheduling.fleet.takes(place.instance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-#: Ids known at a time. Beyond them the oldest one goes of the key that has the most.
+#: Most known ids. Beyond that, the key with the most ids loses its oldest one.
 MOST_IDS: Final = 16_384
 #: Longest id.
 MOST_ID_CHARACTERS: Final = 256
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 class KeptPlaces:
-    """Places by id. `tell`, where there are peers, is called when `take` has new ones for them."""
+    """Places by id. With peers, `tell` is called when `take` has new ones for them."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Place] = {}

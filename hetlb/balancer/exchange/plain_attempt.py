@@ -33,7 +33,7 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.sse import SseWatcher, is_comment
 
-#: Seconds of a known standstill of its engine after which a stream ends.
+#: Seconds for which an engine is known to stand still, after which its stream ends.
 _HUNG_S: Final = 20.0
 #: Kinds with streams that end with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
@@ -56,8 +56,8 @@ _STREAMING: Final = Phase.STREAMING
 class Handling:
     """Steps of an attempt that differ by kind of request; the base class has a plain request's steps.
 
-    `reruns`: a request without a byte of an answer's body is run again until one comes. `upgrades`: it asks
-    for another protocol. `keeps`: its answer is kept for now, and decides nothing. `hung_s`: seconds for
+    `reruns`: the request is run again until the first byte of an answer's body comes. `upgrades`: it asks for
+    another protocol. `keeps`: its answer is held back for now, and decides nothing. `hung_s`: seconds for
     which a stream waits for an engine that stands still.
     """
 
@@ -83,23 +83,26 @@ class Handling:
             answer.read_as(StreamedAnswer(attempt.exchange.call.hold_usage, silent))
 
     def begins(self, attempt: Plain, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
-        """Return the bytes to pass on of the first reads of a body, None to wait for more."""
+        """Return the bytes of the first reads of a body to pass on, None to wait for more."""
         return payload
 
     def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on though the engine is lost, or end it `otherwise`."""
+        """Handle the loss of the engine: continue the answer elsewhere, or call `otherwise`, which ends it.
+
+        A plain request calls `otherwise`.
+        """
         otherwise()
 
     def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
-        """Return True if no limit of time holds for the attempt now."""
+        """Do what is due for the attempt. Return True if no time limit holds for it now."""
         return False
 
     def moves(self, attempt: Plain) -> bool:
-        """Ask for a place elsewhere for the rest of an answer that has begun; False if that cannot be."""
+        """Ask for another place for the rest of an answer that has begun. Return False if it cannot move."""
         return False
 
     def moved(self, attempt: Plain) -> bool:
-        """Return True if an answer that has begun continues with the lease that came."""
+        """Return True if an answer that has begun goes on with a new lease."""
         return False
 
     def leave(self) -> None:
@@ -374,9 +377,9 @@ class Plain(Attempt):
             self.go_on(ends.BROKEN if begun else end, otherwise)
 
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on although the engine is lost, or end it `otherwise`.
+        """Handle the loss of the engine: continue the answer elsewhere, or call `otherwise`, which ends it.
 
-        A stream is whole after `[DONE]`, whatever becomes of its engine then.
+        A stream that has sent `[DONE]` is complete, whatever becomes of its engine then.
         """
         answer = self.answer
         if answer is not None and answer.is_done:
@@ -387,7 +390,7 @@ class Plain(Attempt):
             self.handling.lost(self, end, otherwise)
 
     def try_again(self, end: End, why: str = DROPPED) -> None:
-        """Let the scheduler decide about the request: nothing of an answer came. `why` is for the client."""
+        """Give a request back to the scheduler, since nothing of an answer came. `why` is for the client."""
         exchange = self.exchange
         dropped = end.outcome is Outcome.NO_RESPONSE or exchange.reconnected
         if dropped and exchange.dropped:
@@ -403,9 +406,10 @@ class Plain(Attempt):
         self.driver.try_again(exchange.record, self.lease, end)
 
     def lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
-        """Go on without the engine, lost in the middle of its answer, or end it; `rest` is its last part.
+        """Handle an engine lost in the middle of its answer: continue elsewhere, or end the answer.
 
-        `event` is the engine's own error event, b"" if it says something else than was said before.
+        `rest` is its last part. `event` is the engine's own error event, or b"" if a second engine continued
+        with something else than the first one had said.
         """
         answer, response = self.answer, self.response
         assert answer is not None
@@ -525,7 +529,7 @@ def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
 
 
 def _judged(attempt: Plain, answer: EngineAnswer) -> End:
-    """Return how an answer to a chat or a completion ended, by its form; mark the lease of an odd one."""
+    """Return how an answer to a chat or a completion ended, by its form. Mark the lease of an odd one."""
     lease = attempt.lease
     form = answer.form(lease.request)
     if form == WRONG:
@@ -539,21 +543,24 @@ def _judged(attempt: Plain, answer: EngineAnswer) -> End:
 
 
 def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
-    """Tell the scheduler that nothing came of the request, by a status; it may give it to another one."""
+    """Tell the scheduler that the engine refused or failed the request by `status`.
+
+    The scheduler may give the request to another instance.
+    """
     exchange, known = attempt.exchange, attempt.lease.request.features
     features = exchange.outgoing.features if known is None else known
     attempt.driver.scheduling.refused(attempt.lease, status, again_s, features, exchange.now())
 
 
 def _too_few(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a trial's stream has too few events to be passed on: it may fail at its next one."""
+    """Return True if a trial's stream has too few events yet to pass them on: it may still fail."""
     if answer.stream is None or attempt.handling.keeps or attempt.response.state is STARTED:
         return False
     return len(payload) < _TRIAL_BYTES and payload.count(b"data:") < _TRIAL_EVENTS
 
 
 def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a stream fails before any of it is out, and another instance got the request."""
+    """Return True if a stream failed before any of it was passed on, and another instance got the request."""
     if answer.stream is None or attempt.handling.keeps:
         return False
     if payload.find(b'"error"') < 0 or attempt.response.state is STARTED:
@@ -567,7 +574,7 @@ def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> boo
 
 
 def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
-    """Return True if a whole body is no answer, as an error's, and another instance got the request."""
+    """Return True if a whole body is no answer (such as an error), and another instance got the request."""
     if answer.stream is not None or attempt.lease.request.path not in PATHS:
         return False
     if answer.has_usage(body) or body.find(_CHOICES) >= 0:
@@ -579,7 +586,7 @@ def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
 
 
 def _fail(attempt: Plain, end: End, detail: str, begun: bool) -> None:
-    """End an answer that does not go on, since its engine failed; `begun`: in the middle of it."""
+    """End an answer that cannot continue: its engine failed. `begun`: it failed in the middle of it."""
     exchange, response = attempt.exchange, attempt.response
     if end is ends.HEAD_CUT:
         end = ends.JUNK
@@ -606,15 +613,15 @@ def _no_answer(detail: str) -> str:
 
 
 def _end_silent(exchange: Exchange) -> None:
-    """End it, since nothing of an answer came in time."""
+    """End a request with no byte of an answer in time."""
     answer = error_responses.FIRST_BYTE_TIMEOUT
     exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
 
 
 def _waits_on(exchange: Exchange, hung_s: float | None, now: float) -> bool:
-    """Return True if the wait may go on: the engine works, or the time stated by the client is not over.
+    """Return True if the wait may go on: the engine works, or the client's stated time is not over.
 
-    `hung_s`: seconds that its engine is known to stand still; None: it works, 0.0: not known.
+    `hung_s`: seconds for which the engine is known to stand still; None: it works; 0.0: not known.
     """
     if hung_s is None:
         return True

@@ -75,13 +75,13 @@ class Relocations:
             self._move_stranded()
 
     def place_misplaced(self, now: float) -> None:
-        """Place requests again whose instance was taken for faster than it is."""
+        """Place requests again after their instance turned out to be slower than assumed."""
         scheduler = self._scheduler
         self._move(scheduler.failover.misplaced(), scheduler.on_misplaced, now, Outcome.MISPLACED)
         self._carry_out(scheduler.wait_again(now))
 
     def _move_stranded(self) -> None:
-        """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
+        """Move requests away from stalled instances. If the budget is used up, move the rest soon."""
         self._mover, now, scheduler = None, self._driver.now(), self._scheduler
         stranded = scheduler.failover.stranded(now)
         left = self._move(stranded, scheduler.on_stranded, now, Outcome.UPSTREAM_BUSY)
@@ -95,7 +95,10 @@ class Relocations:
         now: float,
         outcome: Outcome,
     ) -> bool:
-        """Send leases elsewhere that may be taken back; they count as `outcome`. Return True if some stay."""
+        """Place leases again at other instances, if they may be taken back. Return True if some stay.
+
+        `place` is the scheduler's method for one lease. Moved leases end with `outcome`.
+        """
         left = False
         for lease in leases:
             if self._driver.may_turn_away(lease):
@@ -164,7 +167,10 @@ def _token_at(driver: Driver, lease: Lease) -> float:
 
 
 def move_away(driver: Driver, name: str, gone_at: float, now: float) -> None:
-    """Move requests that end after their instance leaves, evenly until then, the shortest first."""
+    """Move requests that would end after their instance leaves.
+
+    Moves are spread evenly over the time until then, the shortest requests first.
+    """
     left_s = gone_at - NOTICE_MARGIN_S - now
     late = []
     for each in driver.exchanges.values():

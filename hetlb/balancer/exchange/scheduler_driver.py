@@ -58,7 +58,7 @@ logger = logging.getLogger("hetlb.proxy")
 DECISIONS_KEPT: Final = 1000
 #: An instance that sent part of an answer within these seconds fails no probe.
 _EMITS_S: Final = 2.0
-#: Requests that may wait for a look at the engines' models.
+#: Most requests that wait for a new list of the engines' models.
 _MOST_UNKNOWN: Final = 256
 #: Candidates kept with decisions, some 10 MB: of a large fleet fewer decisions are kept.
 CANDIDATES_KEPT: Final = 50_000
@@ -92,17 +92,17 @@ class SchedulerDriver:
         self.limiters = Limiters()
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
-        #: Seconds that a probe may take.
+        #: Longest time of a probe in seconds.
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
         self.moves_busy = True
-        #: Takes an instance out that turned out to be this proxy.
+        #: Takes an instance out of the fleet: it turned out to be this proxy.
         self.take_out: Callable[[InstanceChange], None] = self.change
-        #: Looks which models the engines have and calls back; False right after another look.
+        #: Asks the engines for their models, then calls back. Returns False right after an earlier look.
         self.look_up: Callable[[Callable[[], None]], bool] | None = None
-        #: Requests that wait for it.
+        #: Requests that wait for `look_up`.
         self._unknown: dict[RequestId, Request] = {}
-        #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
+        #: Seconds of the scheduler's calls (arrivals, ends of leases) that are not counted yet.
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
@@ -129,7 +129,7 @@ class SchedulerDriver:
         self.carry_out(commands)
 
     def _looked_up(self, request: Request, reject: Reject) -> bool:
-        """Return True if the request waits for a look whether some engine has its model by now."""
+        """Look up the engines' models for a request of an unknown model. Return True if it waits for that."""
         if self.look_up is None or reject.reason is not RejectReason.UNKNOWN_MODEL:
             return False
 
@@ -164,9 +164,9 @@ class SchedulerDriver:
             self.carry_out(commands)
 
     def move(self, lease: Lease, generated: int, now: float) -> None:
-        """Ask for a place elsewhere for an answer's rest, behind `generated` tokens, though its engine lives.
+        """Ask for another place for the rest of an answer, behind `generated` tokens; its engine works.
 
-        A dispatch follows once there is a place; without one the lease goes on.
+        A dispatch follows once there is a place. Without one the lease goes on.
         """
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
 
@@ -305,7 +305,7 @@ def _log_health(command: HealthChanged, totals: Totals) -> None:
 
 
 def _retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
-    """Return seconds until the client of a rejected request should retry, None where a retry is useless."""
+    """Return seconds until the client of a rejected request should retry, None if a retry is useless."""
     if reject.retry_after_s is None:
         return None
     if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):

@@ -16,7 +16,7 @@ class ServedFleet:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        #: True if a request of the last half second was read for its features.
+        #: True if a request of the last half second was read for its features, as a sample.
         self.sampled = False
 
     @property
@@ -43,7 +43,7 @@ class ServedFleet:
         return len(self.scheduler.queue)
 
     def reads_features(self) -> bool:
-        """Return True if the features of a request are read: some kind is refused, or it is a sample."""
+        """Return True if a request's features are read: some kind is refused, or it is a sample."""
         losses = self.scheduler.fleet.losses
         if self.sampled:
             return losses is not None and losses.kinds.known

@@ -25,7 +25,7 @@ class StreamedAnswer(SseWatcher):
     def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
         """`silent` events at its beginning are no text. `hides_ids`: the client gets no token ids."""
         super().__init__(hold_usage)
-        #: The event in which the engine reported its failure, which was not passed on; and the end of it.
+        #: Event in which the engine reported its failure, which is not passed on. End of the stream by it.
         self.lost: bytes | None = None
         self.lost_by = ends.ERROR_EVENT
         self._hides_ids = hides_ids
@@ -35,9 +35,9 @@ class StreamedAnswer(SseWatcher):
         self._gaps: GapHistogram | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
-        #: Shape of its events of text: events of this shape go on as the engine framed them.
+        #: Shape of its events of text. Events of this shape are passed on as the engine framed them.
         self._shape: TextShape | None = None
-        #: Shapes in a row that no event had.
+        #: Number of shapes in a row that matched no event.
         self._vain = 0
         #: The last read as it came, and whether it began with an event.
         self._read_last, self._begins = b"", True
@@ -49,7 +49,7 @@ class StreamedAnswer(SseWatcher):
         self._fine = gaps.fine
 
     def pass_text(self, chunks: bytes) -> bytes:
-        """Count a read of nothing but whole events of text; returns it for the client, b"" for another."""
+        """Count a read of whole events of text. Return it for the client; b"" if it is another read."""
         shape = self._shape
         if shape is None:
             return b""

@@ -25,7 +25,7 @@ _BODY_S: Final = 10.0
 
 
 class AdminListener(AppListener):
-    """Listener of the admin application. `tls` may be replaced: who connects then is shown the new one."""
+    """Listener of the admin application. `tls` may be replaced: later connections get the new certificate."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         super().__init__(tls, most_idle=MOST_CONNECTIONS, idle_s=IDLE_S, body_s=_BODY_S)

@@ -35,7 +35,7 @@ _RESOLVE_S: Final = 5.0
 class Members:
     """Keeper of the roster from the sources. A name or an address belongs to the source that gave it first.
 
-    An answer costs what changed in it; where that is much the rest follows in later turns of the event loop.
+    The work for a source's list grows with its changes. Many changes are spread over turns of the event loop.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -67,7 +67,10 @@ class Members:
         self._look(source, [*gone, *(name for name in given if name in waiting)] if gone or waiting else ())
 
     def refresh(self) -> None:
-        """Try again: profiles may be chosen otherwise now, and names of the fleet file may be free."""
+        """Look at all servers again.
+
+        Other profiles may be chosen now, and names of the fleet file may be free.
+        """
         for source, given in self._given.items():
             self._look(source, given)
 
@@ -76,7 +79,7 @@ class Members:
             await turns().next()
 
     async def register(self, table: Mapping[str, Any]) -> bool:
-        """Add an instance, or renew its registration. True where it is new. Raises `InputError`."""
+        """Add an instance, or renew its registration. Return True if it is new. Raises `InputError`."""
         roster, instance = self._roster, read_registration(table)
         discovery, ttl_s = roster.fleet.file.discovery, instance.ttl_s
         if ttl_s is None:
@@ -211,7 +214,10 @@ class Members:
     def _allowed(
         self, source: str, found: Found, coming: Mapping[Origin, InstanceSpec]
     ) -> InstanceSpec | None:
-        """Return the spec of a server that may be in the roster beside all others, and its companions."""
+        """Return the spec of a server if no other has its name or address; else log why and return None.
+
+        `coming` are the servers that join together with it, by address.
+        """
         roster, name = self._roster, found.name
         try:
             spec = roster.resolve(found, found.model)
@@ -237,7 +243,7 @@ class Members:
 
 
 class Registration(InstanceTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An instance as it registers itself: `model` "" where it names none; it holds for `ttl_s` seconds."""
+    """An instance as it registers itself: `model` "" if it names none; it holds for `ttl_s` seconds."""
 
     model: str = ""
     ttl_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None

@@ -62,9 +62,10 @@ class Roster:
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
         self._watch = watch
-        #: Address that each of them must have; None where its name resolves itself.
+        #: Address of each registered instance; None if its name is resolved at each connection.
         self.registered: dict[str, str | None] = {}
-        #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
+        #: Source of each instance that stands in no file. It is "" for an instance of an earlier process
+        #: until a source gives it.
         self.source_of: dict[str, str] = {}
         self._profiles: dict[Path, Profile] = {}
         #: Names of the instances by their addresses.
@@ -96,7 +97,10 @@ class Roster:
         return self.fleet.resolve_found(table, model, self._profiles)
 
     def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
-        """Add instances that stand in no file; their names resolve to `address`, or themselves."""
+        """Add instances that stand in no file.
+
+        Connections go to `address`; without one the names of the hosts are resolved.
+        """
         for spec in specs:
             self.registered[spec.name] = address
         self._add(specs, lambda spec: self.access.unlisted(spec.url, spec.model, address))

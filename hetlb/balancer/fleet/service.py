@@ -100,7 +100,7 @@ class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
     driver: Driver
-    #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None where it is alone.
+    #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None if it is alone.
     sharing: SharedFleet | None = None
     #: Folder of the hub of that exchange, where this process and others made one for themselves.
     view_folder: Path | None = None
@@ -221,7 +221,10 @@ class FleetService(ABC):
         """Read the fleet file again and log the result."""
 
     def share_sleep(self, folder: Path | None) -> None:
-        """Let the processes with a folder share sleep and wake of instances, if any may sleep. None: none."""
+        """Let the processes that use `folder` share sleep and wake of instances; None: no process does.
+
+        Nothing is shared unless an instance may sleep.
+        """
         if self._sleep is not None and folder is not None and self.sharing is not None:
             self.sharing.share_sleep(self._sleep, folder)
         elif self._sleep is not None:

@@ -39,7 +39,7 @@ _ERRORS: Final = (
 )  # fmt: skip
 #: Their first characters.
 _ERROR_BEGINS: Final = frozenset("".join(chr(each[0]) + chr(each[0]).upper() for each in _ERRORS))
-#: Events, and characters, of which more than one kind is expected.
+#: Number of events, or of characters, in which more than one kind is expected.
 _MANY: Final = 8
 #: Characters of a text that is expected not to come again and again: one, or its escape.
 _SAME_CHARACTERS: Final = 6

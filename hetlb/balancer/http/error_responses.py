@@ -71,7 +71,7 @@ def bad_request(status: int, code: str | None = None) -> Answer:
 
 
 class Refusal(GateError):
-    """A request that is not let in through no fault of its own: it may come again after `retry_after_s`.
+    """Refusal of a request without a fault. Its client may send it again after `retry_after_s`.
 
     `lines` are header lines of the answer.
     """

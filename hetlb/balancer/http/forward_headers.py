@@ -80,7 +80,10 @@ def response_lines(head: ResponseHead) -> bytes:
 
 
 def _kept(headers: Headers, names: frozenset[bytes], *, listed: bool) -> bytes:
-    """Return the lines of headers that are among `names`, or are not; none that `Connection` nominates."""
+    """Return the lines of headers in `names` (`listed`) or not in `names`.
+
+    Headers that `Connection` names are left out.
+    """
     nominated: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":

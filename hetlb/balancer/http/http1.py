@@ -129,7 +129,7 @@ class _Collector:
 
 
 def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES, *, begin: int = 0, seen: int = 0) -> int:
-    """End (after its empty line) of the head that begins at `begin`, 0 if it is not whole yet.
+    """Return the end (after its empty line) of the head that begins at `begin`, 0 if it is incomplete.
 
     `seen` bytes of it were looked at before: a head that comes byte by byte is searched once. Raises
     `GateError` (431) for a head beyond `limit` bytes.
@@ -157,7 +157,7 @@ def _check_raw(head: bytes) -> None:
 
 
 def _feed(parser: Any, head: bytes, status: int, malformed: str) -> None:
-    """Parse a head; an upgrade in it is no end of HTTP here. Raises `GateError` where llhttp refuses it."""
+    """Parse a head; an upgrade in it is no end of HTTP here. Raises `GateError` if llhttp refuses it."""
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
@@ -286,7 +286,7 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
     return result, length
 
 
-#: As engines and most clients write it: in another spelling it is compared as it stands.
+#: Content-Length as engines and most clients spell it. A head with another spelling is compared whole.
 _LENGTH_FIELDS: Final = (b"\ncontent-length: ", b"\nContent-Length: ")
 _LENGTH_FIELD_BYTES: Final = 17
 #: Most digits of a length that is not compared as text.
@@ -302,15 +302,15 @@ Head = TypeVar("Head", RequestHead, ResponseHead)
 class KnownHeads(Generic[Head]):
     """Heads that were parsed lately, by their bytes without the digits of the Content-Length.
 
-    Everything else must be the same to the byte, so whatever the gate would say of a head it has said of the
-    one that is found.
+    All other bytes must be equal. So the checks of the gate would have the same result as for the known head.
     """
 
     __slots__ = ("_at", "_parse", "_sized", "_whole")
 
     def __init__(self, parse: Callable[[bytes], tuple[Head, int | None]]) -> None:
         self._parse: Callable[[bytes], tuple[Head, int | None]] = parse
-        #: By their bytes without the length, and by all their bytes: what is cut must not look like another.
+        #: By their bytes without the length, and by all their bytes. They are apart, as a shortened head
+        #: could equal a whole one.
         self._sized: dict[bytes, tuple[Head, int | None]] = {}
         self._whole: dict[bytes, tuple[Head, int | None]] = {}
         #: Place of the length in the last head with one: most have it there.
@@ -328,14 +328,14 @@ class KnownHeads(Generic[Head]):
             while end < most and 0x30 <= (digit := raw[end]) <= 0x39:
                 said = said * 10 + digit - 0x30
                 end += 1
-            # Anything but the usual spelling of a plain number is compared as it stands.
+            # A length in any other spelling is compared with the whole head.
             if digit == 0x0D and end > at and raw[at] != 0x30:
                 known, key = self._sized, raw[:at] + raw[end:]
         found = known.get(key)
         if found is not None:
             return found if known is self._whole else (found[0], said)
         found = self._parse(raw)
-        # Else the length was said of a body that never comes.
+        # If the lengths differ, the stated one is of no body that follows here (as in an answer to HEAD).
         if len(raw) <= MAX_KNOWN_HEAD_BYTES and (known is self._whole or found[1] == said):
             if len(known) >= MAX_KNOWN_HEADS:
                 known.clear()

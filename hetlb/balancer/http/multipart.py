@@ -124,7 +124,7 @@ def _part_name(head: bytes) -> tuple[bytes, bool]:
 
 
 def _named(line: bytes) -> tuple[bytes, bool] | None:
-    """Return the name in a Content-Disposition and whether it is of a file; None where it has more readings.
+    """Return the name in a Content-Disposition and whether it is of a file; None if it has more readings.
 
     An escaped quote is the end of a string to some readers: the text behind must not look like a name to
     them.

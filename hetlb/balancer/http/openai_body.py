@@ -246,7 +246,7 @@ def _check_prompts(count: int) -> None:
 
 
 def _quotes(data: bytes) -> int:
-    """Quotes that begin or end a string, of valid JSON."""
+    """Return the number of quotation marks in valid JSON that begin or end a string."""
     if b"\\" not in data:
         return data.count(b'"')
     if b"\\\\" in data:
@@ -255,7 +255,7 @@ def _quotes(data: bytes) -> int:
 
 
 def _read_text(call: Call, raw: bytes) -> None:
-    """Take `raw`, JSON, for the prompt; encoded images, sounds and videos in it are no text."""
+    """Take raw JSON for the prompt. Encoded images, sounds and videos in it do not count as text."""
     call.text = raw
     call.text_bytes = len(raw)
     if raw.find(b"[", 1) < 0 or (raw.find(b'"data') < 0 and raw.find(b'"http') < 0):

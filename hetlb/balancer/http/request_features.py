@@ -24,7 +24,7 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def features_of(body: bytes) -> tuple[str, ...]:
-    """Return the features of a body, none of a form or a very long body."""
+    """Return the features of a body; none of a form or a very long body."""
     if len(body) > _MAX_READ_BYTES or body[:1] != b"{":
         return ()
     try:

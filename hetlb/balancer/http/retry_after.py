@@ -10,7 +10,7 @@ from hetlb.balancer.http.http1 import number
 
 
 def retry_after_s(fields: Mapping[bytes, bytes]) -> float | None:
-    """Return the seconds until a retry, None where the head has none or 0.
+    """Return the seconds until a retry, None if the head has none or 0.
 
     `retry-after-ms` (OpenAI's) comes before `retry-after`, which is in seconds or a date (RFC 9110, 10.2.3).
     A date is compared with the date of the answer, else with this machine's clock.

@@ -37,9 +37,10 @@ def may_hold_fields(held: bytes) -> bool:
 
 
 def fields_of(body: bytes, known_bytes: int = 0) -> dict[str, msgspec.Raw]:
-    """Return all fields of a JSON object that is to be written anew; `known_bytes` of it are a few values.
+    """Return all fields of a JSON object that is to be written anew.
 
-    Raises `GateError` (400) where the rest may have very many fields: each is an object of its own here.
+    `known_bytes` of it belong to a few values. Raises `GateError` (400) if the rest may have very many
+    fields: each is an object of its own here.
     """
     if len(body) - known_bytes > MAX_REWRITTEN_BYTES:
         quotes = at = 0
@@ -54,7 +55,7 @@ def fields_of(body: bytes, known_bytes: int = 0) -> dict[str, msgspec.Raw]:
 def without_transfer_fields(body: bytes, known_bytes: int = 0, depth: int = 0) -> bytes:
     """Return a JSON object without these fields, unchanged if it has none.
 
-    `known_bytes` of it are values that hold none. Raises `msgspec.DecodeError`, `GateError` (400).
+    `known_bytes` of it belong to values that hold none. Raises `msgspec.DecodeError`, `GateError` (400).
     """
     fields = fields_of(body, known_bytes)
     changed = False

@@ -68,7 +68,7 @@ class TransferFilter:
                 at = self._blank(seen, out, at)
 
     def _begin(self, byte: int) -> int:
-        """Return the place behind the first byte after a name's or a colon's blanks."""
+        """Return the next place, by the first byte behind the blanks after a name or a colon."""
         if self._place == _NAMED:
             return _BEFORE if byte == 0x3A else _OUTSIDE
         if byte in b"{[":

@@ -231,7 +231,10 @@ class Recent:
         self.lag_s = max(lag_s, _LAG_KEPT * self.lag_s)
 
     def stretch(self, number: int) -> Stretch:
-        """Return the stretch of a number; the oldest ones are forgotten with it."""
+        """Return the figures of time slot `number`, counted in `BIN_S`; begin them if there are none.
+
+        Then figures older than `BINS` slots are dropped.
+        """
         stretch = self.stretches.get(number)
         if stretch is None:
             stretch = self.stretches[number] = Stretch()

@@ -23,11 +23,11 @@ from hetlb.balancer.http.sse import MAX_HELD_BYTES
 from hetlb.options.resume.progress import Kept, Progress
 from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
 
-#: Maximum number of leases in a row that bring few tokens: the answer may be the cause of their failures.
+#: Most leases in a row that bring few tokens. Beyond that, the answer itself may cause their failures.
 MAX_FRUITLESS_LEASES: Final = 5
 #: Maximum bytes of a resumable request's body: each of its messages is an object here.
 MAX_ASKED_BYTES: Final = 1 << 20
-#: Minimum number of tokens that a lease brings, or it counts.
+#: Fewest tokens of a lease that is not fruitless.
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
 _TEMPLATE_TOKENS: Final = 1024
@@ -267,7 +267,7 @@ class Continuation:
         return draft
 
     def take(self, draft: Draft | None) -> None:
-        """Adopt a draft; without one the request is the same again."""
+        """Adopt a draft. Without one, the same request is sent again."""
         if draft is None:
             self._fruitless += 1
             return
@@ -366,7 +366,10 @@ class Continuation:
     # --- its end ---
 
     def may_go_on(self, answer: EngineAnswer | None, unsent: bool) -> bool:
-        """Return True unless it is known already that an answer cannot; `unsent`: the client has nothing."""
+        """Return False if it is known already that an answer cannot continue.
+
+        `unsent`: the client has no part of it.
+        """
         if self._fruitless >= MAX_FRUITLESS_LEASES:
             return False
         if self.progress is None:  # no part of a plain, incomplete answer was sent
@@ -513,12 +516,13 @@ def _limit(fields: dict[str, msgspec.Raw], tokens: int) -> None:
 
 
 def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:
-    """Return the texts of the leading events that need not be generated again; the last one may be cut.
+    """Return the texts of the leading events that need not be generated again; the last one may be longer.
 
-    After an event with text the engine has generated the sent text and `held_back` characters more; after the
-    first `settled` events just the sent text. The last ids of an event may be a part of a character; behind
-    it vLLM 0.32 says the whole prompt again (`DecodeStream`). This cannot happen if the event has one id and
-    text, or if the next text begins with ASCII.
+    `said` is all text that the token ids stand for. An event with text may end the part that is kept. Up to
+    it the engine has generated the sent text and `held_back` characters more; up to the first `settled`
+    events, just the sent text. The last ids of an event may be a part of a character; behind such ids vLLM
+    0.32 says the whole prompt again (`DecodeStream`). So the kept part ends with an event of one id and text,
+    or before text that begins with ASCII.
     """
     count = settled
     at = size = sum(map(len, texts[:settled]))

@@ -176,7 +176,7 @@ class Resumed(Handling):
     # --- the engine is lost ---
 
     def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
-        """Resume at another instance: now, or once it shows that it can. Answers are read in turns."""
+        """Resume the answer at another instance, in a later turn of the event loop; or call `otherwise`."""
         exchange, made, response = attempt.exchange, self._made, attempt.response
         begun = exchange.phase is _STREAMING or (response.state is STARTED and end in _BEFORE_THE_REST)
         unsent = response.state is NOTHING
@@ -188,7 +188,7 @@ class Resumed(Handling):
         _later(attempt, lambda: self._go(attempt, end, otherwise))
 
     def _go(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
-        """End the answer if nothing of it is missing; else see if it may be resumed."""
+        """End the answer if nothing of it is missing; else resume it if that may be done."""
         exchange, answer, rest = attempt.exchange, attempt.answer, self._rest
         if self._pending_since is None:
             return
@@ -231,7 +231,10 @@ class Resumed(Handling):
         otherwise()
 
     def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
-        """Stop waiting for an engine's sign of life: it hangs, and does not count as dead."""
+        """Stop waiting for a sign of life of an engine that hangs. It does not count as dead.
+
+        Return True while the answer is on its way to another lease.
+        """
         pending_since, made = self._pending_since, self._made
         if pending_since is None:
             return False
@@ -286,7 +289,7 @@ class Resumed(Handling):
             attempt.driver.scheduling.move(attempt.lease, draft.generated, exchange.now())
 
     def moved(self, attempt: Plain) -> bool:
-        """Wait for the rest's place, unless the answer cannot go on after all."""
+        """Return True if the answer waits for the rest's place; False if it cannot go on after all."""
         draft = self._rest.draft()
         if draft is None:
             return False
@@ -295,7 +298,7 @@ class Resumed(Handling):
 
 
 def _gave_up(answer: EngineAnswer | None) -> bool:
-    """Return True if the engine ended what it ran and said no error: it was stopped."""
+    """Return True if the engine ended its answers without an error: it was stopped."""
     stream = None if answer is None else answer.stream
     return stream is not None and not stream.failed
 
@@ -336,15 +339,16 @@ def resumption(driver: Driver) -> Callable[[Kind, Call, EngineRequest], Resumabl
 # - A cause kills soon: a death after many tokens of a lease, beside other answers, counts half.
 # - As many other recent deaths with mostly well-ended answers clear an answer: engines die.
 
-#: Deaths after which an answer that was alone in them goes on no more, and how many times more answers share
-#: them for each further death.
+#: Deaths of an answer after which it is not resumed again. One more is needed each time that `_SHARED_BY`
+#: times more answers were in all of these deaths.
 FATAL_DEATHS: Final = 2
 _SHARED_BY: Final = 8.0
-#: Tokens of a lease within which a death follows its begin.
+#: Most tokens of a lease for a death to count as soon after its begin.
 _SOON_TOKENS: Final = 64
 #: Seconds until a death is forgotten.
 _RECENT_S: Final = 60.0
-#: Least share of well-ended answers in a death that clears its other answers.
+#: Least share of a death's answers that ended well later, for the death to speak for an answer that was in
+#: others.
 _CLEARED_SHARE: Final = 0.5
 
 
@@ -375,7 +379,10 @@ class Deaths:
         self._deaths: deque[Death] = deque()
 
     def lost(self, lease: Lease, tokens: int, now: float) -> Death:
-        """Note that an answer was lost after `tokens`: in one death with all that began before it."""
+        """Note that an answer was lost after `tokens` tokens. Return the death that it belongs to.
+
+        It belongs to the last death of its engine if its lease began before that; else to a new one.
+        """
         deaths = self._deaths
         while deaths and now - deaths[0].at > _RECENT_S:
             deaths.popleft()
@@ -389,7 +396,7 @@ class Deaths:
         return found
 
     def suspect(self, request_id: RequestId, own: Sequence[Death], now: float) -> bool:
-        """Return True if an answer may have caused its `own` deaths: it is given to no further engine."""
+        """Return True if an answer may have caused its `own` deaths. No further engine gets it then."""
         if len(own) < FATAL_DEATHS:
             return False
         alike = set(own[0].answers).intersection(*(death.answers for death in own[1:]))

@@ -34,7 +34,7 @@ from hetlb.options.split.transfers import TransferTimes
 
 
 class Parts:
-    """Instances of a model eligible for a part of a request, [] if none is split."""
+    """Instances of a model that may get a part of a split request; [] if none of its requests are split."""
 
     def __init__(self, ready: ReadyInstances) -> None:
         self.ready = ready
@@ -96,7 +96,7 @@ class HandOvers(Splitting):
     def choose(
         self, ctx: SchedulingContext, ready: ReadyInstances, ceiling: int | None
     ) -> tuple[bool, Decision | None]:
-        """Return True if the request is settled here, and the decision (see `Placement.choose`)."""
+        """Return True if the request is decided here, and the decision (see `Placement.choose`)."""
         request, now = ctx.request, ctx.now
         attempts = self._retries.attempts.get(request.id)
         found = self.parts(request.model, ready)
@@ -169,7 +169,7 @@ class HandOvers(Splitting):
         return commands + self._backlog.flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> None:
-        """End the lease of a prefill leg. If its connector holds blocks, hold them for `decode`."""
+        """End the lease of a prefill leg. If its connector keeps blocks, hold them for `decode`."""
         self._ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
         source = self._ledger.drop(lease, now, Outcome.OK)
@@ -235,7 +235,7 @@ class HandOvers(Splitting):
         return commands + self._backlog.flush(now)
 
     def _transfer_failed(self, lease: Lease, now: float) -> None:
-        """Count a transfer that failed by no fault of the engine of this leg against the pair."""
+        """Count a failed transfer against its pair, unless the engine of this leg is at fault."""
         leased, decode, hold = self._ledger.leased, lease.decode, lease.hold
         source = leased.get(lease.id) if decode is not None else None
         if hold is not None:
@@ -291,7 +291,7 @@ class HandOvers(Splitting):
         source.keep(-hold.tokens)
 
     def let_go_expired(self, now: float) -> None:
-        """Drop holds of instances that no longer keep the prompt."""
+        """Drop holds that have expired: their instances no longer keep the prompts."""
         for hold in self.holds:
             if hold.expires_at <= now:
                 self._let_go(hold)

@@ -51,10 +51,10 @@ logger = logging.getLogger("hetlb.kv")
 #: Unused share of a lease: the clocks of engine and proxy start at different times.
 _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
-#: Maximum time of a decode leg in multiples of the expected one: if the prefill instance hangs, the decode
+#: Maximum time of a decode leg, as a multiple of the expected one. If the prefill instance hangs, the decode
 #: instance never answers.
 _PATIENCE_FACTOR: Final = 5.0
-#: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
+#: Least maximum time of a decode leg in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
 _ASK: Final = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -230,7 +230,7 @@ class Split(Attempt):
             self._unsplit(end if end is ends.MOVED else ends.DROPPED, "prefill_failed")
 
     def _whole(self) -> Plain:
-        """Let no leg go on. Return the attempt of the prefill lease, which is a plain one from now on."""
+        """Stop both legs. Return the attempt of the prefill lease, which is a plain one from now on."""
         self.leave()
         attempt = self.exchange.attempt = Plain(self.driver, self.exchange, self._prefill)
         return attempt
@@ -400,7 +400,7 @@ class Split(Attempt):
         self._splits.unsplit(self.lease, end.told, why)
 
     def leave(self) -> None:
-        """Let no leg go on."""
+        """Stop both legs."""
         self._leg.leave()
         if self.state is TransferState.OVER:
             return
@@ -475,7 +475,7 @@ class KvTransfers(Splits):
         self._totals.kv_transferred(result)
 
     def checks(self, lease: Lease, hold: Hold | None) -> bool:
-        """Return True if the decode engine's counters will say whether a prompt was fetched."""
+        """Return True if the counters of the decode engine will show whether a prompt was fetched."""
         if hold is None or hold.ended or hold.sent_tokens <= 0:
             return False
         target = self._scheduler.ledger.leased.get(lease.id)
@@ -499,7 +499,7 @@ class KvTransfers(Splits):
         self._carry_out(self._scheduler.on_hold_released(hold, self._driver.now()))
 
     def release(self, hold: Hold, model: str, params: bytes) -> None:
-        """Free a prompt at its prefill instance: send a request to a decode instance, made to be refused."""
+        """Free a prompt at its prefill instance: send a decode instance a request that it will refuse."""
         body = msgspec.json.encode(
             {
                 "model": model,
@@ -570,7 +570,10 @@ def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
 
 
 def _salt(outgoing: EngineRequest) -> None:
-    """Salt a request so that engines use nothing cached before, unless it names its own caches."""
+    """Add a salt to a request, so that engines use no cached blocks.
+
+    A request with a cache salt of its own keeps it.
+    """
     if b'"cache_salt"' not in outgoing.body:
         salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
         outgoing.body = with_field(outgoing.body, b"cache_salt", salt)

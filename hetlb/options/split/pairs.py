@@ -49,7 +49,7 @@ class _Pair:
 def choose_pair(
     ctx: SchedulingContext, evaluation: Evaluation, transfers: TransferTimes, mixed: bool
 ) -> SplitChoice | None:
-    """Return the instances of both legs, or one instance for all; None if none would get the request now.
+    """Return the instances of both legs, or one instance for the whole request; None if there is none now.
 
     `mixed`: all instances have the role `both`.
     """
@@ -99,9 +99,9 @@ class _Pairs:
         self.restrained = False
 
     def best_whole(self) -> Sight | None:
-        """Return the best rating with room among instances for whole requests.
+        """Return the best instance with room for the whole request, None without one.
 
-        `whole_score` is its score, with the prompts still to be prefilled there beside the answer.
+        Set `whole_score`: its score, plus the delay of later prompts there by the answer.
         """
         evaluation, prompt = self._evaluation, self._ctx.request.prompt_tokens
         among: list[int] | None = None
@@ -181,9 +181,10 @@ class _Pairs:
         return each.end_s - each.first_token_s
 
     def _suits(self, i: int, j: int) -> bool:
-        """Return True if an idle source prefills faster than the target and decodes no faster, or by roles.
+        """Return True if the roles ask for a split, or if each instance is the better one for its leg.
 
-        If one is better at both, a transfer would only lighten the load of the moment.
+        Idle, the source must prefill faster than the target, and the target decode no slower. If one instance
+        is better at both, a transfer would only lighten the load of the moment.
         """
         ratings, evaluation = self._evaluation.ratings, self._evaluation
         source, target = evaluation.instances[i], evaluation.instances[j]
@@ -213,10 +214,10 @@ class _Pairs:
         return _Pair(i, j, score, start_s, self._in_time(j, whole_s))
 
     def _in_time(self, j: int, whole_s: float) -> bool:
-        """Return True if an answer ends well before the lease on the KV blocks, or if that does not matter.
+        """Return True if it is known or likely that the blocks are fetched within their lease.
 
-        The first token of an unstreamed answer is not seen, so nothing else shows that the blocks were
-        fetched in time.
+        The first token of a streamed answer shows it. An unstreamed answer must end well before the lease
+        ends: nothing else shows that the blocks were fetched in time.
         """
         link = self._evaluation.instances[j].spec.kv_transfer
         assert link is not None, f"{self._evaluation.instances[j].name} takes part in no KV transfer"
@@ -226,8 +227,8 @@ class _Pairs:
         """Return the weighted seconds that an answer of `decode_s` delays prompts yet to come there.
 
         A prompt that comes while others decode waits for half a step and is prefilled in longer iterations.
-        Every answer is charged all of that, though one more beside others adds little to it: else answers
-        would stay wherever there are some, and no instance would come to prefill alone.
+        Every answer is charged this whole delay, although one more answer beside others adds little to it.
+        Otherwise all answers would go where some are running, and no instance would be left to prefill alone.
         """
         return self._first * each.prompts_per_s * decode_s * (0.5 * each.with_s + each.cost.beside_s)
 
@@ -254,8 +255,8 @@ class _Pairs:
         return candidates
 
 
-#: Prompt tokens beyond its prefix cache that a `decode` instance computes itself if the cache holds half of
-#: the prompt. Short prompts alone would make it do both as soon as prefill is busy.
+#: Most prompt tokens that a `decode` instance computes itself if its prefix cache holds half of the prompt.
+#: Without that condition it would also compute all short prompts as soon as prefill instances are busy.
 OWN_PREFILL_TOKENS: Final = 256
 #: Steps until the first token of a request after its KV cache came: half of the running one, and its own.
 JOINING_STEPS: Final = 1.5

@@ -20,7 +20,7 @@ from hetlb.balancer.core.types import KvLink
 
 #: Transfers in a row that failed before a pair rests.
 MAX_MISSED_TRANSFERS: Final = 8
-#: Transfers that a pair gets before one of them is known to be fetched, and seconds after which it gets more.
+#: Transfers that a pair gets before one of them is known to be fetched. Seconds after which it gets more.
 MAX_UNJUDGED_TRANSFERS: Final = 16
 UNJUDGED_S: Final = 10.0
 #: Seconds of a pair's rest, doubled each time, and at most.
@@ -30,9 +30,9 @@ MOST_REST_S: Final = 960.0
 LAG_S: Final = 0.25
 #: Distinct pairs of one decode instance; more are judged together.
 _MOST_PAIRS: Final = 6
-#: Cost of a verdict against what was believed before, as a share of the tokens.
+#: Cost of a verdict that contradicts the earlier belief about a pair, as a share of the tokens.
 _CONTRADICTION_SHARE: Final = 0.05
-#: Difference of tokens, as a share, within which two sets explain a count alike.
+#: Difference of tokens, as a share, within which two sets of pairs explain a count equally well.
 _TIE_SHARE: Final = 0.005
 
 FETCHED: Final = "done"
@@ -69,9 +69,9 @@ class PairRecord:
 
 @mypyc_attr(acyclic=True)
 class _Counted:
-    """Prompt tokens fetched and computed by a decode engine, as last judged, and transfers to judge.
+    """Prompt tokens fetched and computed by a decode engine at the last judgement, and transfers to judge.
 
-    `due`: transfers after their first token: source, tokens, time.
+    `due`: transfers after their first token, as (source, tokens, time).
     """
 
     __slots__ = ("computed", "due", "fetched")
@@ -179,10 +179,10 @@ class FetchChecks:
         until: float,
         now: float,
     ) -> None:
-        """Believe the set of pairs with the sum of tokens nearest to the fetched ones.
+        """Judge the transfers to an engine: find the sources with tokens that add up to the fetched tokens.
 
-        Transfers after `until` may be counted or not. While two sets explain the count, the next page may
-        decide.
+        The set with the nearest sum is believed. Transfers after `until` may be counted or not. While two
+        sets explain the count, wait for the next page.
         """
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
@@ -278,7 +278,7 @@ class FetchChecks:
 
 
 def _sets(sources: Sequence[int]) -> Iterable[set[int]]:
-    """Return the sets of sources that may have reached the engine; of many sources only all and none."""
+    """Return the sets of sources that may have reached the engine. If there are many, only all and none."""
     if len(sources) > _MOST_PAIRS:
         return [set(sources), set()]
     return [set(chosen) for count in range(len(sources), -1, -1) for chosen in combinations(sources, count)]

@@ -204,10 +204,12 @@ def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, floa
 
 
 class RateSearch:
-    """Search of one policy for the highest rate that meets a limit: doubles or halves, then bisects.
+    """Search of one policy for the highest request rate that meets a limit.
 
-    A rate meets it if `attainment`, a share of the requests, does in the mean of its runs. What is missed at
-    some rate is taken to be missed at every higher one.
+    Example: 4 requests/s meet it, so 8 are tried. If these miss it, the search goes on between both. At first
+    a rate is doubled or halved. Then the interval between a met and a missed rate is bisected. A rate meets
+    the limit if the mean share of its requests in time, over all its runs, is at least `attainment`. If a
+    rate misses the limit, all higher rates count as missing it.
     """
 
     def __init__(self, attainment: float) -> None:

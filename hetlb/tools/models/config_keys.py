@@ -178,7 +178,7 @@ class ConfigKeys:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return True or False."""
+        """Return the truth value of a key."""
         value = self.value(key, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.name_of(key)}: expected true or false, got {value!r}")
@@ -203,7 +203,10 @@ class ConfigKeys:
         return [int(v) for v in value]
 
     def at(self, key: str, layer: int, default: int | None = None) -> int:
-        """Return a whole number from 1 that may differ between layers."""
+        """Return the value of a key in a layer, a whole number.
+
+        The file states one number for all layers, or one for each.
+        """
         value = self.value(key, default)
         if not isinstance(value, list):
             return self.whole(key, default)

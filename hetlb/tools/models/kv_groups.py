@@ -1,10 +1,10 @@
 """Bytes of KV cache that vLLM sets aside beyond what the layers keep: it gives out blocks of one size.
 
-A block serves a group of layers of one kind, and all groups have as many: as many as the rarest kind has, or
-the commonest if it has less than 1.5 times as many. Empty layers fill the last group of a kind. A
-layer's part of a block, its page, is of one size too: smaller ones are padded if a multiple of their
-tokens does not fill it, and a state fills a page of its own. So in `get_kv_cache_groups` of vLLM 0.32
-(`v1/core/kv_cache_utils.py`), and `_align_hybrid_block_size` of its `platforms/interface.py` for states.
+A block serves a group of layers of one kind. All groups have the same number of layers: the number of the
+rarest kind, or of the commonest if that is less than 1.5 times the rarest. Empty layers fill the last group
+of a kind. The page, a layer's part of a block, is of one size too. Smaller pages are padded, unless a
+multiple of their tokens fills the page. A state fills a page of its own. Sources: `get_kv_cache_groups` of
+vLLM 0.32 (`v1/core/kv_cache_utils.py`), and for states `_align_hybrid_block_size` (`platforms/interface.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hetlb.tools.models.layer import Mixer, Scope
 #: Tokens of a block, as a kernel takes them; of latent attention beside states.
 _BLOCK_TOKENS: Final = 16
 _LATENT_BLOCK_TOKENS: Final = 128
-#: The commonest kind decides on the size of groups up to this multiple of the rarest kind's layers.
+#: The commonest kind decides on the size of groups if it has less than this multiple of the rarest kind's
+#: layers.
 _ALIKE_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
-    """Bytes of a sequence: for every token, for each of the last tokens of windows, and at once."""
+    """Bytes of a sequence: for every token, for each of the last tokens of windows, and for its states."""
 
     per_token: float = 0.0
     windows: tuple[tuple[int, float], ...] = ()
@@ -45,7 +46,7 @@ class KvBytes:
 
 
 def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
-    """Return vLLM's allocation for a sequence, by the bytes of a cached value."""
+    """Return vLLM's allocation for a sequence. `value_bytes`: bytes of a cached value."""
     layers = Counter(part for each in mixers for part in parts_of(each, value_bytes))
     kinds = {(part.scope if part.scope is not Scope.LATENT else Scope.FULL, part.window) for part in layers}
     # Layers of one kind share a group whatever their sizes, and DeepSeek-V4 packs pages side by side.
@@ -60,7 +61,7 @@ def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
 
 
 class LayerCache(NamedTuple):
-    """Cache of one layer: bytes for each token (of a window, if it has one), or of a state at once."""
+    """Cache of one layer: bytes for each token (in a window, if it has one), or the bytes of a state."""
 
     scope: Scope
     window: int
@@ -68,7 +69,7 @@ class LayerCache(NamedTuple):
 
 
 def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
-    """Return the bytes that a layer keeps, by the bytes of a cached value."""
+    """Return the caches that a layer keeps. `value_bytes`: bytes of a cached value."""
     kind, found = mixer.kind, []
     if mixer.grows:
         known = kind if kind in (Scope.LATENT, Scope.COMPRESSED) else Scope.FULL
@@ -82,7 +83,7 @@ def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
 
 
 def _page(parts: Iterable[LayerCache]) -> Callable[[LayerCache], float]:
-    """Return the bytes that a part takes if all pages are of one size."""
+    """Return a function for the bytes of a part (per token, or of a state) if all pages are of one size."""
     attention = [part for part in parts if part.scope is not Scope.STATE]
     states = [part.size for part in parts if part.scope is Scope.STATE]
     tokens = float(_BLOCK_TOKENS)
@@ -102,7 +103,7 @@ def _page(parts: Iterable[LayerCache]) -> Callable[[LayerCache], float]:
 
 
 def _together(parts: Iterable[tuple[LayerCache, float, int]]) -> KvBytes:
-    """Add parts up, each with its bytes and its layers."""
+    """Return the sum of all parts, each given with its bytes and its number of layers."""
     grows = state = 0.0
     windows: dict[int, float] = {}
     for part, size, count in parts:

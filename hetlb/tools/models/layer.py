@@ -82,7 +82,10 @@ class Mixer:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A layer's feed-forward part: dense sizes as (key, size), and experts: a token takes `chosen`."""
+    """A layer's feed-forward part: dense sizes as (key, size), and experts.
+
+    A token takes `chosen` experts.
+    """
 
     weights: tuple[Weights, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()

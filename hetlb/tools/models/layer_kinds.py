@@ -46,7 +46,10 @@ def listed(keys: ConfigKeys) -> list[Scope] | None:
 
 
 def with_states(kinds: Kinds) -> Kinds:
-    """Return a rule for models with Mamba as linear layers: transformers calls both linear attention."""
+    """Return a rule for models with Mamba as linear layers.
+
+    In transformers both kinds are called linear attention.
+    """
 
     def found(family: Family, keys: ConfigKeys) -> Sequence[Scope]:
         return [Scope.STATE if kind is Scope.LINEAR else kind for kind in kinds(family, keys)]
@@ -73,7 +76,10 @@ def full_or_listed(family: Family, keys: ConfigKeys) -> Sequence[Scope]:
 
 
 def every(full_at: int, key: str = "") -> Kinds:
-    """Return a rule: each `full_at`-th layer attends in full, the others to a window, but for a list."""
+    """Return the rule that each `full_at`-th layer attends in full and the others to a window.
+
+    A list of kinds in the file has priority.
+    """
 
     def kinds(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
         found = listed(keys)
@@ -227,7 +233,7 @@ def kimi_layers(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
 
 
 def compressed_layers(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return DeepSeek-V4's layers: a ratio of 0 is a window alone; beyond the layers are draft layers."""
+    """Return DeepSeek-V4's layers: a ratio of 0 is a window alone. Ratios of draft layers are left out."""
     ratios, count = compress_ratios(keys), keys.whole("num_hidden_layers")
     if ratios is None or len(ratios) < count or any(ratio not in (0, 4, 128) for ratio in ratios):
         raise ConfigError(

@@ -56,16 +56,20 @@ _MAIN_KEYS: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Everything that hetlb understands of a model. Sizes in bytes; `kv_windows`: (tokens, bytes per token).
+    """All facts about a model. Sizes are in bytes; `kv_windows`: (tokens, bytes per token).
 
-    Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
-    them, `expert_parameters` too. `embedding_parameters`: an input table looked up, never read whole.
-    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token). `set_aside`: the cache that an
-    engine gives a sequence, None if it is as large as the need. `format_share` of the passed parameters are
-    multiplied in `weight_format`, the others in bf16. `kv_cache_dtype`: vLLM's own rows that it sets aside.
-    `head_parameters`: of the output, computed for the last token of a prompt. `copied_parameters`: computed
-    by each GPU of a tensor-parallel group. `encoder_parameters`: of encoders of images and sound, which text
-    does not pass; `uncounted` are the tables of encoders without known sizes.
+    Mixtures of experts: each token takes `chosen` of `experts` in every sparse layer. `expert_bytes` and
+    `expert_parameters` are of all experts together.
+
+    Parameters: `embedding_parameters` are of an input table, which is looked up and never read whole.
+    `head_parameters` are of the output, computed for the last token of a prompt. `copied_parameters` are
+    computed by each GPU of a tensor-parallel group. `encoder_parameters` are of encoders of images and sound,
+    which text does not pass. `uncounted` are the tables of encoders without known sizes. A share
+    `format_share` of the passed parameters is multiplied in `weight_format`, the others in bf16.
+
+    Cache: `kv_heads` are pairs of KV heads (0 of a latent) and their share of a token's bytes. `set_aside` is
+    the cache that an engine gives a sequence, None if it is as large as the need. `kv_cache_dtype`: vLLM's
+    own format of rows.
     """
 
     name: str
@@ -127,7 +131,7 @@ class ModelFacts:
 
     @property
     def cached_token_bytes(self) -> float:
-        """Return the bytes of a token of a KV cache: of the layers that keep all tokens, else of windows."""
+        """Return the bytes of a token in a KV cache: of layers that keep all tokens, or else of windows."""
         given = self.allocated
         return given.per_token or math.fsum(size for _, size in given.windows)
 
@@ -142,7 +146,10 @@ class ModelFacts:
         return self.active_parameters - self.embedding_parameters
 
     def replication(self, tensor_parallel_size: int) -> float:
-        """Return how often the GPUs of a group keep a token: a latent on each, a KV head at least once."""
+        """Return the number of copies of a token's cache on the GPUs of a group.
+
+        Every GPU keeps a whole latent, and at least one KV head.
+        """
         t = tensor_parallel_size
         return (
             math.fsum(share * (max(1.0, t / heads) if heads else t) for heads, share in self.kv_heads) or 1.0

@@ -49,7 +49,8 @@ def read_quantization(
 ) -> Quantization:
     """Return the scheme of a `quantization_config`. Raises `ConfigError` naming the key.
 
-    If the weights are `weighed`, of an unknown method the cache alone counts.
+    With `weighed`, the checkpoint states the bytes of the weights. Then the method may be unknown, and only
+    the cache is read from it.
     """
     if not config:
         return Quantization()
@@ -152,7 +153,7 @@ def _expression(text: str) -> Expression:
 
 
 def _tail(pattern: str) -> str:
-    """Return a name from its `layers.` on: what stands before depends on the file."""
+    """Return a name from its `layers.` on. The part before that depends on the file."""
     at = pattern.rfind("layers.") if "layers." in pattern else -1
     return pattern[at:] if at >= 0 else pattern.removeprefix("model.").removeprefix("language_model.")
 

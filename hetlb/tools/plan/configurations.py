@@ -211,7 +211,7 @@ def _experts_whole(profile: Profile | None) -> bool:
 
 
 def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int], ...]]:
-    """GPU and tensor-parallel degree of every stage."""
+    """Yield the GPU and tensor-parallel degree of every stage, for each kind of instance."""
     offers, most = market.file.offers, market.available
     stages = range(1, min(MOST_STAGES, model.layers or 1) + 1)
     for offer in offers:
@@ -281,7 +281,7 @@ def _candidate(
 
 
 def speed_of(profile: Profile) -> Fraction:
-    """Return speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
+    """Return the speed of a profile's GPUs: full iterations per second, one of prompts and one of decodes."""
     latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
     seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
     return Fraction(1.0 / seconds)

@@ -34,18 +34,19 @@ from hetlb.tools.plan.rent_program import solve as solve_directly
 
 #: Least number of models to decompose: below, one program is faster.
 FEWEST_MODELS = 3
-#: Relative gap of the small programs, at first and at the finest: bounds, not incumbents, prove.
+#: Relative gap of the small programs, at first and at the finest. Their bounds prove the result, not their
+#: solutions.
 _COARSEST_GAP = 0.1
 _FINEST_GAP = 2e-4
 #: Seconds of a small program, and of a master over whole columns.
 _PRICING_S, _MASTER_S = 5.0, 4.0
-#: Share of the time after which a search without a plan leaves the rest to one program.
+#: Share of the time. If no plan is found by then, one program gets the rest.
 _FIRST_SHARE = 0.6
-#: Share of a column's rate that the solver's feasibility tolerance may take.
+#: Share of a column's rate that the feasibility tolerance of the solver may be short of.
 _RATE_TOLERANCE = 1e-5
-#: Share of the best prices that a step towards the master's keeps.
+#: Weight of the best prices so far when they are moved towards the master's prices.
 _KEPT_SHARE = 0.8
-#: Shares between plan and bound for the rates of the next rounds, while neither changes.
+#: Rates of the next rounds, as shares of the way from plan to bound, while neither changes.
 _LOOK_SHARES = (0.65, 0.4, 0.2)
 #: Small programs are solved side by side, in threads: the solver works without the interpreter's lock.
 _THREADS = min(4, os.cpu_count() or 1)
@@ -153,7 +154,10 @@ class Decomposition:
             self._prices = _KEPT_SHARE * self._centre + (1.0 - _KEPT_SHARE) * duals / duals.sum()
 
     def _choose(self, rate: float, limits: SolveLimits) -> None:
-        """Choose one whole column a model that reaches `rate`, if they fit and serve more than before."""
+        """Choose one whole column of each model that reaches `rate`.
+
+        The choice counts if the columns fit together and serve more than before.
+        """
         solution, _, picked = self._master(rate, limits.within(_MASTER_S, 1e-3), integer=True)
         if solution is None or -solution.objective > 1.0 + 1e-9:
             return

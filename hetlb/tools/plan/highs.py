@@ -211,7 +211,7 @@ class LinearProgram:
         on_progress: OnProgress | None = None,
         on_solution: OnSolution | None = None,
     ) -> Solution | None:
-        """Return the best solution found within the limits, None where there is none or none was found.
+        """Return the best solution found within the limits, None if there is none or none was found.
 
         `start` is a feasible point to begin from; `on_solution` gets every incumbent of a program with
         integers. Raises `PlanError` if the solver fails.

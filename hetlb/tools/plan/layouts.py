@@ -37,7 +37,7 @@ _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
 #: Requests of a run without a rate for every sequence that the fleet runs together, and the most of them.
 _SEQUENCE_REQUESTS, _MOST_FILLING = 8, 24_000
-#: Least throughput of a layout that takes another one's place, over that one's.
+#: Least throughput of a layout over another one's, to replace it.
 _LEAST_GAIN = 1.01
 #: The most simulated layouts of a machine, and instances of a fleet.
 MOST_SIMULATED = 12
@@ -106,7 +106,7 @@ class LayoutsWorth:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A layout of one machine. `worth`: None where not simulated; `cost_per_hour`: None without prices."""
+    """A layout of one machine. `worth`: None if not simulated; `cost_per_hour`: None without prices."""
 
     layout: Layout
     throughput_tok_s: float
@@ -185,7 +185,10 @@ class LayoutFleet:
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the layouts with most tokens/s for every number of GPUs, and one with the largest instances."""
+    """Return the layouts to simulate: for every number of GPUs the ones with most tokens/s.
+
+    One with the largest instances is always among them.
+    """
     by_gpus: dict[int, list[Evaluated]] = {}
     for each in found:
         by_gpus.setdefault(gpus_of(each.layout), []).append(each)
@@ -200,7 +203,10 @@ def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _rank(each: Evaluated) -> tuple[float, float, float]:
-    """Return the layout of most goodput; within 1 % the cheapest with known prices, then most tokens/s."""
+    """Return a sort key: the best goodput first, within 1 % the cheapest, then the most tokens/s.
+
+    Prices count if they are known.
+    """
     assert each.worth is not None
     return (-round(each.worth.slo_attainment, 2), each.cost_per_hour or 0.0, -each.throughput_tok_s)
 
@@ -210,7 +216,7 @@ def _rank(each: Evaluated) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class FleetLayouts:
-    """A layout of every machine that has one, and their worth together; None where not simulated."""
+    """A layout of every machine that has one, and their worth together; None if not simulated."""
 
     layouts: dict[str, Layout]
     worth: LayoutsWorth | None = None
@@ -222,7 +228,10 @@ def choose_together(
     *,
     simulated: bool = True,
 ) -> tuple[FleetLayouts, FleetLayouts]:
-    """Return layouts that serve best together, and each machine's own best, which they were changed from."""
+    """Return the layouts that serve best together, and each machine's own best layouts.
+
+    The search for the former starts from the latter.
+    """
     options = {machine.name: found for machine in fleet.machines if (found := evaluated[machine.kind])}
     first = FleetLayouts({name: found[0].layout for name, found in options.items()})
     if not simulated or not options or sum(map(len, first.layouts.values())) > MOST_INSTANCES:

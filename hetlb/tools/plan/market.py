@@ -139,7 +139,7 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def available(self) -> dict[str, float]:
-        """GPUs of each kind, infinite where the file does not say."""
+        """GPUs of each kind, infinite if the file does not say."""
         return {
             offer.gpu: INFINITY if offer.available is None else float(offer.available)
             for offer in self.file.offers

@@ -34,10 +34,11 @@ OnMeasured = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Table:
-    """All that a plan is made from; the last two need a trace. `longest_tokens` counts one request.
+    """Everything that a plan is made from; the last two fields need a trace.
 
-    `ties`: configurations left out of the problem, as simpler ones equal them. `measured`, of `choosable`
-    configurations, are measured on the whole mix; the others are not in the problem, or are estimated.
+    `longest_tokens` counts one request. `ties`: configurations that are left out of the problem, as simpler
+    ones are equally good. Of `choosable` configurations, `measured` are measured on the whole mix. The others
+    are left out of the problem, or are estimated.
     """
 
     market: Market
@@ -135,7 +136,7 @@ def _estimated(candidate: Configuration, types: Sequence[RequestType], measured:
 
 
 def first_plan(problem: Problem, limits: SolveLimits) -> RentPlan | None:
-    """Return a plan at once, of whatever rates are known; None if none is found."""
+    """Return a plan at once from the rates known so far; None if none is found."""
     try:
         return decompose.solve(problem, limits.within(_QUICK_S, _QUICK_GAP))
     except PlanError:
@@ -157,8 +158,8 @@ def measure_table(
 ) -> Table:
     """Return the table with the configurations that may be chosen, measured on the mix and on each type.
 
-    Configurations of quick plans come first, then the most promising. What the limits leave no time for is
-    left out; of a model without any measured configuration all stay, estimated.
+    Configurations of quick plans come first, then the most promising. A configuration that the limits leave
+    no time for is left out. If no configuration of a model is measured, all of them stay, estimated.
     """
     problem = table.problem
     usable = [each for each in problem.configurations if problem.most(each) >= 1 and each.modes]
@@ -200,7 +201,10 @@ def measure_table(
 
 
 def measured_on_mix(problem: Problem, each: Configuration, measured: Measured) -> Configuration:
-    """Return a configuration with its rate on the whole mix, and its estimates on types in proportion."""
+    """Return a configuration with its measured rate on the whole mix.
+
+    Its estimates of single types are scaled by measured over estimated rate of the mix.
+    """
     assert each.profile is not None
     mix = [(kind.share, kind.rows) for kind in problem.workloads if kind.model == each.model]
     rate = measured.of_mix(each.profile, mix, each.engine_stages)
@@ -222,7 +226,10 @@ def _scaled(each: Configuration, ratio: float) -> Configuration:
 
 
 def mix_rate(problem: Problem, each: Configuration) -> float:
-    """Return the requests/s of its model's whole mix: measured, or by turns; 0 if a type finds no room."""
+    """Return the requests/s of a configuration on its model's whole mix; 0 if a type does not fit it.
+
+    The rate is measured, or else computed as if the types were served by turns.
+    """
     if each.mix_rate is not None:
         return each.mix_rate
     own = [kind for kind in problem.workloads if kind.model == each.model]
@@ -232,7 +239,7 @@ def mix_rate(problem: Problem, each: Configuration) -> float:
 
 
 def _promise(problem: Problem, each: Configuration) -> float:
-    """Return the price of a request: less is more promising."""
+    """Return the price of serving one request/s of the mix. A lower one is more promising."""
     rate = mix_rate(problem, each)
     return problem.price(each) / rate if rate > 0 else math.inf
 
@@ -247,10 +254,11 @@ def _without_ties(table: Table, configurations: Sequence[Configuration]) -> Tabl
 
 # --- ties -----------------------------------------------------------------------------------------------
 
-# A larger server that serves neither a type nor the mix more than `TIE_SHARE` better than simpler servers on
-# the same GPUs is left out: it costs as much, fails as a whole, and its form may never have been started.
+# A larger server is left out if, on the same GPUs, simpler servers serve each type and the mix about as well
+# (it gains at most `TIE_SHARE`). It costs as much, fails as a whole, and its form may never have been
+# started.
 
-#: Relative gain of a larger server that is no gain: throughputs are simulated on a sample.
+#: Largest relative gain of a larger server that counts as none: throughputs are simulated on a sample.
 TIE_SHARE = 0.01
 
 
@@ -275,7 +283,7 @@ def _equalled(larger: Configuration, configurations: Sequence[Configuration]) ->
 
 
 def _rates(configuration: Configuration) -> dict[str, float]:
-    """Return the requests/s of each type alone, and of the whole mix where it was measured."""
+    """Return the requests/s of each type alone, and of the whole mix if that was measured."""
     whole = {} if configuration.mix_rate is None else {"": configuration.mix_rate}
     return {**configuration.throughput, **whole}
 

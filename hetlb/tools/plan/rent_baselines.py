@@ -74,7 +74,10 @@ def uniform(problem: Problem) -> Problem:
 
 
 def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Return the requests/s where each instance of a model gets as many of each type: the slowest decides."""
+    """Return the requests/s if each instance of a model gets equally many of each type.
+
+    The slowest instance decides.
+    """
     rate = INFINITY
     for model in problem.models:
         own = [c for c in problem.configurations if c.model == model and counts.get(c.name, 0) > 0]
@@ -86,7 +89,7 @@ def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
 
 
 def proportional_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Return the requests/s where each type is divided by the instances' rates on it, type by type.
+    """Return the requests/s if each type is divided in proportion to the instances' rates on it.
 
     The rule of the paper's example (section 4.2): time = sum over types of requests / sum of rates.
     """

@@ -56,7 +56,7 @@ class Configuration:
     """One way to run one instance. `throughput`: requests/s of each type if it served nothing else.
 
     `mixes` are rates (requests/s by type) that one instance was measured to serve together. The program needs
-    no more. `profile` is None where the throughput was stated; `origin` says what the throughput rests on,
+    no more. `profile` is None if the throughput was stated; `origin` says what the throughput rests on,
     `engine_stages` what a pipeline's profile was composed of, `mix_rate` what was measured on the whole mix.
     """
 
@@ -77,7 +77,7 @@ class Configuration:
         return alone + self.mixes
 
     def load(self, rates: Mapping[str, float]) -> float:
-        """Return the fewest instances that serve these rates, in any mode; infinite where none can."""
+        """Return the fewest instances that serve these rates, in any mode; infinite if none can."""
         if not self.mixes:
             return math.fsum(
                 rate / self.throughput[name] if self.throughput.get(name, 0.0) > 0 else INFINITY
@@ -96,7 +96,7 @@ class Configuration:
 class Problem:
     """The problem: the instances for rent, and a budget per hour or a request rate at least cost.
 
-    `available`: GPUs of each kind, infinite where there is no limit; `prices` of one and hour. Shares of all
+    `available`: GPUs of each kind, infinite if there is no limit; `prices` of one and hour. Shares of all
     workloads sum to 1.
     """
 
@@ -163,7 +163,7 @@ class RentPlan:
 class SolvedPlan:
     """A plan with the problem it solves: the table's, with all mixes that were measured on the way.
 
-    `plans` were measured; `disagreement` is the relative difference that a target was missed by.
+    `plans` is the number of measured plans. A target was missed by the share `disagreement`.
     """
 
     problem: Problem
@@ -176,10 +176,10 @@ class SolvedPlan:
 
 
 def prune(problem: Problem) -> Problem:
-    """Return the problem without configurations that cannot be part of it or that another makes superfluous.
+    """Return the problem without configurations that cannot be in a plan or that another one replaces.
 
-    Exact: a configuration goes where as many copies of another as fit in its GPUs serve all that it serves.
-    Of equals the first stays.
+    Exact: a configuration is left out if copies of another one, as many as fit its GPUs, serve all that it
+    serves. Of equal ones the first stays.
     """
     kept: list[Configuration] = []
     for c in problem.configurations:
@@ -200,7 +200,10 @@ def _replaces(one: Configuration, other: Configuration) -> bool:
 
 
 class Formulation:
-    """The program: columns lambda, y (one a configuration, or `counts`, or `relaxed`) and u (one a mode)."""
+    """The program over lambda, y and u.
+
+    y has a column for each configuration, u for each mode. `counts` fixes y; `relaxed` lets y be fractional.
+    """
 
     def __init__(
         self, problem: Problem, *, counts: Mapping[str, int] | None = None, relaxed: bool = False

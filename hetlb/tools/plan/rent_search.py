@@ -37,9 +37,10 @@ from hetlb.tools.sim.deadline import StoppedError, look
 #: Rounds of measuring a plan's mixes and planning anew, and the relative difference that ends them.
 _MOST_ROUNDS = 5
 _AGREED_SHARE = 0.005
-#: Plans within this share of each other are as good: the cheapest is taken.
+#: Plans within this share of each other are equally good: the cheapest is taken.
 _EVEN_SHARE = 0.001
-#: Most offers planned in every combination; of more, pairs and all but one are.
+#: Most offers planned in every combination. Of more, only single ones, pairs, all but one, and all are
+#: planned.
 _MOST_COMBINED = 5
 
 #: Limits of a plan that is made when no time is left.
@@ -52,8 +53,8 @@ OnBest = Callable[[RentPlan], None]
 class MeasuredPlan:
     """A plan with the rates that its instances were measured to serve together.
 
-    `kept`: measured over planned rate before the plan was brought to what was measured; with a target rate a
-    plan of less than 1 misses it.
+    `kept`: measured over planned rate, before the plan was changed to the measured rates. With a target rate,
+    a plan with less than 1 misses it.
     """
 
     plan: RentPlan
@@ -79,11 +80,13 @@ class PlanSearch:
         self._on_progress = on_progress
         self._on_best = on_best
         self._rows = {kind.name: kind.rows for kind in table.problem.workloads}
-        #: Measured mixes (requests/s of each type) by the GPUs of a part and by configuration.
+        #: Measured mixes (requests/s of each type), by the kinds of GPUs of a part of the market, then by
+        #: configuration.
         self._mixes: dict[frozenset[str], dict[str, list[Mapping[str, float]]]] = {}
-        #: GPUs of the parts of which mixes are known to the plan in the making; the largest come last.
+        #: Parts of the market with mixes that the present plan may use, by their kinds of GPUs; the largest
+        #: comes last.
         self._scopes: list[frozenset[str]] = []
-        #: Plans by their configurations and by the use of smaller parts' mixes.
+        #: Plans by configurations, availability, and whether the mixes of smaller parts were used.
         self._known: dict[tuple[object, ...], MeasuredPlan | None] = {}
 
     @property
@@ -93,7 +96,7 @@ class PlanSearch:
         return self._with_mixes(self._table.problem)
 
     def solved(self) -> SolvedPlan:
-        """Return the best measured plan; of stated throughputs the program's. Raises `PlanError`."""
+        """Return the best measured plan; for stated throughputs the program's plan. Raises `PlanError`."""
         table = self._table
         if not table.simulated:
             plan = decompose.solve(table.problem, self.limits, self._on_progress)
@@ -114,7 +117,10 @@ class PlanSearch:
         return SolvedPlan(problem, plan, self.plans, 1.0 - self.best.kept)
 
     def plan_of(self, problem: Problem) -> RentPlan | None:
-        """Return the plan of another problem, measured if this one is; None if there is none, or no time."""
+        """Return the plan of another problem, measured if the market's is.
+
+        None if there is no plan, or no time.
+        """
         if self._table.simulated:
             with suppress(StoppedError), self.limits.stopping():
                 found = self.best_of(problem)
@@ -126,11 +132,11 @@ class PlanSearch:
             return None
 
     def _run(self) -> None:
-        """Plan the market and its parts; `best` is the best. Raises `PlanError` if there is no plan.
+        """Plan the market and its parts; set `best` to the best plan. Raises `PlanError` if there is none.
 
-        Only measurements of a part and of smaller parts decide on its plan, so that an offer more changes
-        no plan of the others. A plan that leaves GPUs of its part unused is of a smaller part, if all are
-        planned.
+        The plan of a part depends on measurements of this part and of smaller ones alone. So one more offer
+        does not change the plans of the others. If a plan leaves GPUs of its part unused, it belongs to a
+        smaller part, and is skipped if all parts are planned.
         """
         whole = self._table.problem
         closed = len(_gpus(whole)) <= _MOST_COMBINED
@@ -152,7 +158,7 @@ class PlanSearch:
     ) -> MeasuredPlan | None:
         """Return the best measured plan of a problem, None if it has none. Raises `StoppedError`.
 
-        `informed`: planned with the mixes of all parts of it, too.
+        `informed`: the mixes measured for smaller parts of it are used, too.
         """
         own = _gpus(problem)
         key = (
@@ -204,7 +210,7 @@ class PlanSearch:
         return best
 
     def _round(self, working: Problem) -> tuple[MeasuredPlan, Problem | None]:
-        """Return the measured plan of a program, and the program corrected; None if both agree."""
+        """Plan and measure once. Return the measured plan and a corrected problem, None if both agreed."""
         look()
         plan = decompose.solve(working, self.limits, self._on_progress)
         found, ratios = self._measure(working, plan)
@@ -222,7 +228,10 @@ class PlanSearch:
         return found, replace(working, configurations=tuple(corrected))
 
     def _corrected(self, c: Configuration, ratio: float | None) -> Configuration:
-        """Return a configuration with its mixes, or with less of everything if a mix served less."""
+        """Return a configuration corrected by its ratio of measured to planned rate.
+
+        If it served less than planned, all its rates are lowered. Otherwise its measured mixes are added.
+        """
         if ratio is None or ratio >= 1.0:
             return c if ratio is None else replace(c, mixes=tuple(self._known_mixes(c.name)))
         return replace(
@@ -234,7 +243,7 @@ class PlanSearch:
     def _measure(self, working: Problem, plan: RentPlan) -> tuple[MeasuredPlan, dict[str, float]]:
         """Return the plan at the rate that its instances were measured to serve.
 
-        Returns measured over planned rates of the configurations, too.
+        Also return the ratio of measured to planned rate for each configuration.
         """
         self.plans += 1
         known, kept = working.by_name, INFINITY
@@ -292,9 +301,10 @@ def better(problem: Problem, one: MeasuredPlan | None, other: MeasuredPlan | Non
 
 
 def _known_mix(problem: Problem, c: Configuration, *, careful: bool) -> Configuration:
-    """Return a configuration with its measured mix as one more way to run it, if that serves more.
+    """Return a configuration that takes the measured rate of the whole mix into account.
 
-    If the mix serves less than one type after the other, a careful start lowers all rates by that share.
+    If the mix serves more than the types one after the other, it is added as a mode. If it serves less and
+    the start is `careful`, all rates are lowered by that share.
     """
     if c.mix_rate is None or len(c.throughput) < 2:
         return c
@@ -307,14 +317,14 @@ def _known_mix(problem: Problem, c: Configuration, *, careful: bool) -> Configur
 
 
 def _gpus(problem: Problem, counts: Mapping[str, int] | None = None) -> frozenset[str]:
-    """Return the kinds of GPUs of a problem, or of a plan of it."""
+    """Return the kinds of GPUs of a problem, or of a plan (`counts`) for it."""
     known = problem.by_name
     names = known if counts is None else counts
     return frozenset(gpu for name in names for gpu in known[name].gpus)
 
 
 def _parts(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem with fewer offers, the fewest first, each with and without pipelines."""
+    """Yield the problem with each subset of its offers, the smallest first, with and without pipelines."""
     every = problem.configurations
     gpus = sorted({gpu for c in every for gpu in c.gpus})
     for size in range(1, len(gpus) + 1):

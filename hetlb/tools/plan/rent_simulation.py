@@ -27,8 +27,8 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, steady_figures
 
-#: Length of a run, in stays of a request in the instance that turns its batch over most slowly; bounds
-#: of its requests.
+#: Length of a run, as a multiple of a request's time in the instance with the slowest turnover; bounds of its
+#: requests.
 _RUN_STAYS = 10
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 #: Least share of a simulated type.
@@ -51,7 +51,7 @@ def instance_names(plan: RentPlan) -> dict[str, list[str]]:
 
 
 def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedType, ...]:
-    """Return the types of a plan as policies know them, with the share of each that each instance gets."""
+    """Return the types of a plan as policies know them, with each instance's share of each type."""
     names = instance_names(plan)
     found = []
     for kind in kinds:
@@ -68,10 +68,10 @@ def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planned
 
 
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
-    """Return each instance's contribution to a plan, in requests per second: the price of its time.
+    """Return the price of each instance's time in a plan, in requests/s: its contribution to the plan.
 
-    By the times that the policy itself computes, so that its costs and these prices go together; types with
-    equal prompts are one, as lengths of answers are predicted by prompts.
+    Prices are computed from the times that the policy uses, so that they match its costs. Types with equal
+    prompts count as one, since the policy predicts the length of an answer by its prompt.
     """
     program = LinearProgram()
     rate = program.column(1.0)
@@ -103,7 +103,7 @@ def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
 
 
 def _told_apart(kinds: Sequence[RequestType]) -> list[list[RequestType]]:
-    """Return the types in groups of one model with equal prompts."""
+    """Return the types in groups that the policy cannot tell apart: one model, equal prompts."""
     found: list[list[RequestType]] = []
     for kind in kinds:
         for group in found:

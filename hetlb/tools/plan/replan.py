@@ -66,7 +66,7 @@ def replan(
     limits: SolveLimits,
     on_progress: OnProgress | None = None,
 ) -> Replanned:
-    """Return a plan for the changed `problem` that follows `old`. Raises `PlanError` where there is none."""
+    """Return a plan for the changed `problem` that follows `old`. Raises `PlanError` if there is none."""
     limits = replace(limits, gap=max(_RELATIVE_GAP, limits.gap))
     scratch = decompose.solve(problem, limits, on_progress)
     best = scratch
@@ -91,8 +91,12 @@ def _solve(
     kept: float | None = None,
     most_moves: int | None = None,
 ) -> RentPlan | None:
-    """Return the plan of the fewest moves worth `kept`, or the best over the horizon within `most_moves`."""
-    # Running instances stay worth considering, whatever else would be better from scratch.
+    """Return a plan that follows the `old` instances, None without one.
+
+    With `kept`: the plan with the fewest moves among plans worth `kept`. With `most_moves`: the best plan
+    over the horizon with no more moves than that.
+    """
+    # Running instances stay in the program, even if a plan from scratch would not choose them.
     usable = tuple(c for c in problem.configurations if problem.most(c) >= 1 and c.modes)
     formulation = Formulation(replace(problem, configurations=usable))
     program, target = formulation.program, problem.request_rate
@@ -133,7 +137,7 @@ def _solve(
 
 
 def require_known(problem: Problem, old: Mapping[str, int]) -> dict[str, int]:
-    """Return the running instances that the changed problem still knows. Raises `PlanError` where none is."""
+    """Return the running instances that the changed problem still knows. Raises `PlanError` if none is."""
     names = {c.name for c in problem.configurations}
     kept = {name: count for name, count in old.items() if name in names}
     if old and not kept:

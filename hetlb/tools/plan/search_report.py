@@ -67,7 +67,7 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
 
 
 def _best(found: LayoutsFound, machine: Machine) -> Option | None:
-    """Return the best degree or data-parallel layout of a machine, None where nothing fits."""
+    """Return the best degree or data-parallel layout of a machine, None if nothing fits."""
     first = found.rankings[machine.kind][0]
     return first if first.feasible else None
 
@@ -114,7 +114,10 @@ def _layout_document(each: Evaluated) -> dict[str, Any]:
 
 
 def _per_million(each: Evaluated) -> float:
-    """Return price of a million tokens: at the rate served where there is one, else with the layout full."""
+    """Return the price of a million tokens.
+
+    It holds at the rate served if there is one, else while the layout is full.
+    """
     assert each.cost_per_hour is not None
     tokens_s = each.throughput_tok_s if each.worth is None else each.worth.total_token_throughput
     return each.cost_per_hour / (3600.0 * tokens_s) * 1e6 if tokens_s > 0 else 0.0

@@ -41,17 +41,17 @@ from hetlb.tools.workload.records import RequestResult
 #: Length of one measurement, in batches; bounds of its requests.
 _RUN_BATCHES = 6
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 4000
-#: Multiplier of requests for a mix, which is shuffled, and the most: the types that meet in a batch vary.
+#: Factor on the requests of a shuffled mix, and most of these: the types that meet in a batch vary.
 _MIX_FACTOR, _MOST_MIXED = 3, 6000
-#: Steps of the search for the rate that meets an SLO; stays of a request in the engine that one takes, and
-#: that do not count at its begin and end; bounds of its requests.
+#: Steps of the search for the highest rate within an SLO. Length of one step, and of its parts at begin and
+#: end that do not count, as multiples of a request's time in the engine. Bounds of its requests.
 _SLO_STEPS = 7
 _SLO_STAYS, _SLO_BEGIN_STAYS, _SLO_END_STAYS = 5.0, 2.0, 0.5
 _LEAST_SLO_REQUESTS, _MOST_SLO_REQUESTS = 300, 2000
-#: With Poisson arrivals: share of the rate that brings the time of a token to its target.
+#: With Poisson arrivals: share of the rate at which the time per token just meets its target.
 _SLO_SHARE = 0.8
 _RATIO_DIGITS = 3
-#: The golden section: steps of it through sorted lengths give them well mixed.
+#: The golden section. Steps of this share through sorted lengths mix them well.
 GOLDEN_SHARE = 0.6180339887
 
 #: Requests of a mix with their weight: (share, rows of (prompt, output) tokens).
@@ -60,7 +60,7 @@ Mix = Sequence[tuple[float, Sequence[tuple[int, int]]]]
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """Latencies in seconds that a share of the requests must meet; infinite where none is asked for."""
+    """Latencies in seconds that a share of the requests must meet; infinite if none is asked for."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -88,7 +88,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
 
 
 def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
-    """Return the requests/s that one instance serves of this mix; 0 where some request does not fit it.
+    """Return the requests/s that one instance serves of this mix; 0 if some request does not fit it.
 
     `stages` are the stages of a pipeline, composed as `spec`: then the rate is stage by stage.
     """
@@ -115,7 +115,8 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
 def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
     """Return the share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
 
-    A batch that holds a prompt is longer than one that only decodes, and stages wait for it.
+    The bubbles of a pipeline make it less than 1: a batch that holds a prompt takes longer than one that only
+    decodes, and stages wait for it.
     """
     if len(stages) < 2:
         return 1.0
@@ -124,7 +125,7 @@ def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
 
 
 def slowed(profile: Profile, share: float) -> Profile:
-    """Return a composed profile that takes the bubbles of its pipeline into account."""
+    """Return a composed profile slowed to `share` of its speed, for the bubbles of its pipeline."""
     latency = profile.latency
     slow = replace(latency.scaled(1.0 / share), request_s=latency.request_s)
     return profile if share >= 1.0 else with_latency(profile, slow)
@@ -136,13 +137,13 @@ def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> P
 
 
 def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
-    """Return the highest rate of Poisson arrivals (requests/s) with enough requests that meet the SLO."""
+    """Return the highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
     low, high = 0.0, saturated_rate(spec, mix)
     if high <= 0.0:
         return 0.0
     total = math.fsum(share for share, _ in mix)
     output = math.fsum(share * sum(o for _, o in rows) / len(rows) for share, rows in mix) / total
-    # The longest stay that meets the SLO, or as many requests as a full engine runs.
+    # The longest stay that meets the SLO. Requests beyond the slots of a full engine do not lengthen the run.
     stay_s = slo.ttft_s + slo.tpot_s * output
     server = SimulatedServer("one", spec)
     for _ in range(_SLO_STEPS):
@@ -161,7 +162,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
 
 
 def estimated_rate(spec: EngineSpec, kind: RequestType, slo: SloLimits | None = None) -> float:
-    """Return about the requests/s of one instance on a type, without a simulation; 0 if one is too long."""
+    """Estimate the requests/s of one instance on a type, without a simulation; 0 if one is too long."""
     limits, latency = spec.limits, spec.latency
     if kind.longest_tokens > limits.max_sequence_tokens:
         return 0.0
@@ -177,7 +178,7 @@ def estimated_rate(spec: EngineSpec, kind: RequestType, slo: SloLimits | None = 
     if latency.prefill_s(prompt, 1) > slo.ttft_s:
         return 0.0
     slots = limits.max_num_seqs
-    # As many at once as have a token in time: a request with `slots` others takes slots / rate seconds.
+    # Halve the slots until tokens come in time: among `slots` requests, one takes slots / rate seconds.
     while slots >= 1 and slots / rate(slots) > slo.tpot_s * max(1.0, output - 1.0):
         slots //= 2
     return _SLO_SHARE * spec.ranks * rate(slots) if slots else 0.0
@@ -231,7 +232,7 @@ class Measured:
                 self._known[key] = rate
 
     def estimate(self, profile: Profile, kind: RequestType) -> float:
-        """Return about the requests/s of a type, without a simulation."""
+        """Return an estimate of the requests/s on a type, without a simulation."""
         return estimated_rate(engine_of(profile), kind, self.slo)
 
     def alone(self, profile: Profile, kind: RequestType, stages: Sequence[EngineStage] = ()) -> float:

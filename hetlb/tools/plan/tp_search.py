@@ -70,9 +70,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits.
+    """Memory for the KV cache that an instance of some degree has. `missing_bytes` is 0 if it fits.
 
-    Of a data-parallel server the cache is of all ranks, and the bytes of one: a request is one rank's.
+    For a data-parallel server, the tokens are the sum over ranks and the bytes are one rank's: a request
+    belongs to one rank.
     """
 
     kv_cache_tokens: int
@@ -153,7 +154,7 @@ def search(
     throughput: Throughput,
     on_option: Callable[[Machine, Option], None] = lambda machine, option: None,
 ) -> dict[tuple[object, ...], list[Option]]:
-    """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none.
+    """Rank all degrees of every kind of machine. Raises `PlanError` if a throughput is none.
 
     What the deadline leaves no time for is not measured.
     """

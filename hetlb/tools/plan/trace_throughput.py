@@ -82,7 +82,7 @@ class Throughputs:
         self._known: dict[tuple[LatencyModel, Capacity], float] = {}
 
     def of(self, profile: Profile) -> float:
-        """Return tokens/s of one instance of this profile. Raises `ProfileError` where it is no engine's."""
+        """Return tokens/s of one instance of this profile. Raises `ProfileError` if it is no engine's."""
         key = (profile.latency, profile.capacity)
         if key not in self._known:
             if self.kind == "simulate":

@@ -78,10 +78,10 @@ def query(
     max_num_batched_tokens: int | None = None,
     max_num_seqs: int | None = None,
 ) -> Measurements:
-    """Ask for the grid, of one data-parallel rank while all are alike busy.
+    """Return the points of the default grid for one data-parallel rank, while all ranks are equally busy.
 
-    Limits of a batch not given are vLLM's on this GPU; `engine.kv_cache_tokens` is None if the
-    model does not fit. Raises `ProfileError` if there is no answer.
+    Limits of a batch that are not given are vLLM's on this GPU. `engine.kv_cache_tokens` is None if the model
+    does not fit. Raises `ProfileError` if the library has no answer.
     """
     from aiconfigurator_core.sdk import (  # type: ignore[import-not-found, unused-ignore]
         engine,
@@ -172,9 +172,9 @@ def _facts(model: str, raw: Mapping[str, Any]) -> tuple[ModelFacts | None, tuple
 
 
 def _kv_tokens(facts: ModelFacts, cache: Mapping[str, Any], layout: Layout) -> int | None:
-    """Return the tokens of a rank's cache: the rest beside the library's weights, in bytes of our own count.
+    """Return the tokens of a rank's cache: the memory that the library's weights leave, over our own bytes.
 
-    The library takes FP8 weights for an FP8 cache, and windows for caches of all tokens.
+    The library assumes FP8 weights for an FP8 cache, and windows for caches of all tokens.
     """
     if not cache or not facts.cached_token_bytes:
         return None

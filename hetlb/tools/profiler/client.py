@@ -30,7 +30,7 @@ from hetlb.tools.openai.answers import AnswerError, AnswerEvent, EventReader
 _TOKEN_IDS = range(1000, 2000)
 _CONNECT_TIMEOUT_S = 5.0
 _PAGE_TIMEOUT_S = 30.0
-#: No byte for so long is a server that hangs: longer than any one prefill of a grid.
+#: Seconds without a byte after which a server counts as hanging: longer than any one prefill of a grid.
 _SILENCE_TIMEOUT_S = 120.0
 
 
@@ -64,7 +64,7 @@ class TokenTimes:
         return self.stamps[-1][0]
 
     def step_s(self, start_s: float, end_s: float) -> float | None:
-        """Return seconds a token between the first and the last stamp in a span; None for fewer than two."""
+        """Return the mean seconds per token between the first and last stamp in a span; None without two."""
         inside = [stamp for stamp in self.stamps if start_s <= stamp[0] <= end_s]
         if len(inside) < 2 or inside[-1][1] == inside[0][1]:
             return None

@@ -38,11 +38,12 @@ Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedP
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
-#: Factor on the held-out error of a table over the batch, compared with k5..k8: below 1 it favours the table.
+#: Factor on the held-out error of a table over the batch, compared with k5..k8. It is below 1, to favour the
+#: table.
 _TABLE_GAIN = 0.75
-#: Divisor of the held-out error of prefill with launch times, against other forms: it must be clearly less.
+#: Prefill with launch times is chosen if its held-out error is below this share of the other forms'.
 _LAUNCH_GAIN = 0.75
-#: Relative error at a point of a live sweep above which a form gives way to the grid's.
+#: Relative error at a point of a live sweep. A form with a larger one gives way to the grid's form.
 _LEAST_POINT_ERROR = 0.03
 
 #: Fewest points to fit a phase.
@@ -104,9 +105,9 @@ _FAR_DEVIATIONS = 3.0
 def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
     """Return the mean of samples near their median, and its standard error as a share of it.
 
-    `clock_s`: deviation that the clock alone gives a sample. A median would choose one of two values if a
-    clock counts in milliseconds, and three samples that agree by chance would pass for sure ones. Of a single
-    one the error is not known: 0.
+    `clock_s`: deviation that the clock alone gives a sample. A median would be no better: if a clock counts
+    in milliseconds, it takes one of two values. Three samples that agree by chance count as no more exact
+    than the clock. The error of a single sample is unknown, returned as 0.
     """
     if len(seconds) == 1:
         return seconds[0], 0.0
@@ -302,7 +303,10 @@ def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
 
 
 def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Return the corners of the grid, and the other points (all, if there are no others)."""
+    """Return the corners of the grid, and the other points.
+
+    The other points are all points if there are only corners.
+    """
     batches, lengths = [p.batch for p in points], [p.length for p in points]
     ends = {min(batches), max(batches)}, {min(lengths), max(lengths)}
     corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
@@ -394,12 +398,13 @@ def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
     return k1, k2, k3, k4
 
 
-#: Standard error of points at best, and weight of a mixed constant for each e-fold off the assumed one.
+#: Standard error up to which all points weigh alike. The same is the weight of a mixed constant for each
+#: e-fold off the assumed one.
 _SURE_ERROR = 0.01
 
 
 def _doubt(points: Sequence[Point]) -> _Array:
-    """Return each point's uncertainty over the least one: the divisor of its errors."""
+    """Return each point's uncertainty over `_SURE_ERROR`, at least 1. Its errors are divided by that."""
     return np.array([max(1.0, point.uncertainty / _SURE_ERROR) for point in points])
 
 
@@ -412,7 +417,7 @@ def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
 # --- the better forms of prefill ------------------------------------------------------------------------
 
 
-#: Times that measured as they should be are fitted after 30; times without any order never are.
+#: Maximum evaluations of a fit. Times as they should be take 30; times without any order never end.
 _MOST_EVALUATIONS = 300
 
 
@@ -477,10 +482,10 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     """Return `base` corrected by the measured points, bilinear in the logarithms of batch and length.
 
-    Measured grids fall in places, so what is interpolated is made monotone: between two neighbours the
-    logarithm of measured / base may fall at most as fast as the logarithm of base rises. The smallest
-    such surface above the measurements and the largest below are averaged; the constraints are linear,
-    so the mean keeps them. Beyond the grid the correction of its edge goes on.
+    Measured grids fall in places, so the correction is made monotone: between two neighbours the logarithm of
+    measured / base may fall at most as fast as the logarithm of base rises. Two such surfaces are found: the
+    smallest above the measurements and the largest below. Their mean is taken; it keeps the constraints,
+    which are linear. Beyond the grid the correction of its edge holds.
     """
     # The correction of a pass is looked up by the tokens of the pass, not of its whole prompt.
     points = merge_repeats(_one_pass(p) for p in points)
@@ -533,7 +538,7 @@ def _computing_grid(launched: LaunchedPrefill, points: Sequence[Point]) -> Pnorm
 
 
 def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> float:
-    """Return the measured correction, in a hole of the grid the nearest point's."""
+    """Return the measured correction of a point; if it was not measured, the nearest point's."""
     if (batch, length) in ratio:
         return ratio[batch, length]
     nearest = min(ratio, key=lambda at: (math.hypot(math.log(at[0] / batch), math.log(at[1] / length)), at))
@@ -557,10 +562,10 @@ def _elasticity(form: PnormPrefill, batch: float, input_tokens: float) -> tuple[
 
 
 def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[int]) -> tuple[_Array, _Array]:
-    """Return the least rise of the logarithm of `base` from node to node, were its slope the least there.
+    """Return lower bounds of the rise of log(`base`) from each node of the grid to the next, by axis.
 
-    Its slope in log(batch) and log(length) grows along both axes, so the least slope of a cell is at its
-    lower corner; the node's own edge is part of up to two cells, and the lower one decides.
+    The slope of log(`base`) in log(batch) and log(length) grows along both axes. So the least slope of a cell
+    is at its lower corner. The edge between two nodes belongs to up to two cells; the lower one decides.
     """
     log_b, log_l = np.log(batches), np.log(lengths)
     steps_b = np.empty((len(batches) - 1, len(lengths)))
@@ -603,15 +608,19 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 #: Fewest mixed points to fit.
 LEAST_MIXED_POINTS = 2
-#: Factor on the attention of decodes beside a prompt: 1.3 to 3.4 were measured.
+#: Factor on the attention of decodes beside a prompt. Measured: 1.3 to 3.4.
 MIXED_FACTOR = 2.0
-#: Start of the search for the constants assumed 0, in tokens of a decode step's attention; of a
-#: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.
+#: Start values of the search for constants that are assumed 0. The first two are in tokens of a decode step's
+#: attention. A sequence starts at least at `_SEQUENCE_S` seconds: a host's time for it does not shrink with
+#: the GPU's.
 _SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
-    """Return the mixed term of a model without mixed points: `MIXED_FACTOR` x its decode attention."""
+    """Return the mixed term of a model without mixed points.
+
+    It makes the attention of decodes `MIXED_FACTOR` times as long.
+    """
     table = latency.better_decode
     token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
     return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))

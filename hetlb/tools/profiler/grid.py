@@ -68,7 +68,8 @@ DEFAULT_GRID = (
 def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list[Size]:
     """Return the grid within a server's limits, sorted.
 
-    With `fill`, a phase that lost points gets lengths between the others, until it has as many again.
+    With `fill`, a phase that lost points gets further lengths between the others, until it has as many as
+    before.
     """
     sizes = list(grid)
     clipped: list[Size] = []
@@ -113,7 +114,10 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths and one in the widest gap (by ratio), from the shortest measurable one."""
+    """Return the lengths and one more in the widest gap (by ratio).
+
+    The first gap begins at the shortest measurable length.
+    """
     ends = [_SHORTEST_TOKENS, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})

@@ -160,8 +160,8 @@ _QUANTISED_SHARE = 0.82
 _EXPERT_SHARE, _QUANTISED_EXPERT_SHARE = 0.68, 0.88
 #: Rows that the last block of an expert leaves empty on average; blocks are smaller for few rows.
 _EMPTY_ROWS = 48
-#: Times that the hidden state of a token is moved by norms in a layer, and each of its rows by experts:
-#: sorted, read, written, read for the sum. All GPUs of a group do both for all tokens.
+#: Reads and writes of hidden states, in rows: by the norms of a layer for each token; for each row of experts
+#: (sorted, read, written, read for the sum). All GPUs of a group do both for all tokens.
 _NORM_MOVES, _EXPERT_MOVES = 8.0, 7.0
 #: Seconds of a layer's kernels on few tokens, in a prefill and in a decode step; of experts beside them; of
 #: an all-reduce.
@@ -176,14 +176,16 @@ _LONG_CONTEXTS = ((1, 32768), (16, 32768))
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: products with the weights, or reading them, whichever is longer, of dense weights and of
-    experts; attention, or reading the cache, whichever is longer; moves of activations; two all-reduces a
-    layer. Only experts that the batch reaches are read, evenly spread over the GPUs. What each GPU of a
-    group does for all tokens is not divided: norms, rows of experts, projections to a latent. `format_flops`
-    are the peak of the model's quantised weights, `expert_flops` of its experts (None: as bf16). The host
-    costs `step_overhead_s`, or less than the launches of the kernels. Of a data-parallel server the times
-    are of one rank while all have as many tokens: experts are divided over all GPUs, which exchange the
-    tokens of all.
+    A pass takes the sum of these times. First: products with the weights or reading these, whichever is
+    longer, for dense weights and for experts. Second: attention or reading the cache, whichever is longer.
+    Third: moves of activations. Fourth: two all-reduces a layer. Fifth: `step_overhead_s` of the host or the
+    launches of kernels, whichever is longer.
+
+    Only experts that the batch reaches are read, evenly spread over the GPUs. Work that each GPU of a group
+    does for all tokens is not divided: norms, rows of experts, projections to a latent. `format_flops` is the
+    peak for the model's quantised weights, `expert_flops` for its experts (None: as bf16). The times of a
+    data-parallel server are one rank's while all have equally many tokens. Experts are then divided over all
+    GPUs, which exchange the tokens of all ranks.
     """
 
     peak_flops: float
@@ -312,8 +314,8 @@ class Roofline:
     ) -> Measurements:
         """Return the estimate, marked unmeasured, with the limits that vLLM has on a GPU.
 
-        With `step_overhead_s` the points hold the host's time. `base` is a profile of the same GPU: its times
-        over the roofline's are factors on the points. Its limits and host time are the estimate's.
+        With `step_overhead_s` the points contain the host's time. `base` is a profile of the same GPU. The
+        points are scaled by its times over the roofline's, and its limits and host time are taken over.
         """
         tp, ranks = self.tensor_parallel_size, self.data_parallel_size
         gpus, known = tp * ranks, EngineInfo() if base is None else base.engine

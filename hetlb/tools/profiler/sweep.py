@@ -31,19 +31,22 @@ REPEATS, _MORE_REPEATS = 3, 15
 _CLOCK_S = 4e-4
 #: Standard error, as a share, above which another sample of a point is taken.
 _SURE_ERROR = 0.01
-#: Share by less than which a mixed step may be shorter than its decodes alone: noise.
+#: Share of a decode step that a mixed step may be shorter than its decodes alone: noise.
 _NOISY_SHARE = 0.03
 #: Steps of a decode sample: enough to take this long, within these.
 _WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
 #: Tries of a sample that others disturb.
 _SAMPLE_TRIES = 3
 _WARM_UP_TOKENS = 512
-#: Seconds that the prompt before a prefill must outlast: the reading of the request, by its size.
+#: Seconds that a server takes to read a request, and more per token. The prompt ahead of a prefill must last
+#: longer.
 _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
-#: Its lead, twice as long at every try: an engine reads in one iteration what has come when that begins.
+#: Lead of that prompt in seconds, doubled at every try. An engine reads all that has come when an iteration
+#: begins.
 _LEAD_S = 0.004
 _PLUG_TOKENS = (64, 2048)
-#: A longer one if an iteration takes it whole, and tries until one outlasts the reading of a request.
+#: Length of a longer prompt ahead, if an iteration takes all of it. Tries until one outlasts the reading of a
+#: request.
 _LONGEST_PLUG_TOKENS, _PLUG_TRIES = 8192, 8
 _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 #: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
@@ -190,7 +193,7 @@ class Sweep:
         return int(middle(seconds, 0.0 if size.phase is StepKind.DECODE else _CLOCK_S)[1] > _SURE_ERROR)
 
     def _leave_out(self, taken: dict[Size, int], given_up: dict[Size, str]) -> None:
-        """Leave out the dearest points until one sample of each fits most of the budget."""
+        """Leave out the most expensive points until one sample of each fits most of the budget."""
         while True:
             cost = {size: self._cost_s(size) for size, count in taken.items() if not count}
             if sum(cost.values()) <= 0.85 * self.budget_s:
@@ -256,7 +259,7 @@ class Sweep:
     async def _takes_longer_plugs(self) -> bool:
         """Allow longer plugs if the server takes the longest one in one iteration. Return True if it does.
 
-        A plug is a prompt that keeps the server busy until a whole batch has come.
+        A plug is the prompt ahead of a batch. It keeps the server busy until the whole batch has come.
         """
         longest = min(_LONGEST_PLUG_TOKENS, self._context - 1)
         if longest <= self._most_plug_tokens:
@@ -327,7 +330,7 @@ class Sweep:
         return await self.client.counters() if self.facts.counts else None
 
     async def _prefill(self, size: Size, lead_s: float) -> tuple[float | None, int]:
-        """Return the seconds to prefill a batch, and the prompt tokens that all of it took."""
+        """Return the seconds to prefill a batch, and the prompt tokens of the whole measurement."""
         plug = self._plug_tokens(size, lead_s)
         prompts = distinct_prompts(self.rng, size.batch, size.length)
         ahead = await self.client.send(distinct_prompts(self.rng, 1, plug), 1)
@@ -335,7 +338,8 @@ class Sweep:
             await asyncio.sleep(lead_s)
             answer = await self.client.send(prompts, 1)
             times, (plugged,) = await answer.read(), await read
-        # The engine gets a request shortly after its head is answered. Idle until then, it says nothing.
+        # The engine gets a request shortly after its head is answered. If it was idle until then, the time
+        # shows nothing.
         self._outlasts = plugged.last_s >= answer.head_s + _LEAD_S
         if not self._outlasts and plug < self._most_plug_tokens:
             self._longer *= 2.0
@@ -347,7 +351,7 @@ class Sweep:
         return max(seconds, 1e-6), size.tokens + plug
 
     async def _decode(self, size: Size) -> tuple[float | None, int]:
-        """Return seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
+        """Return the seconds of a step while all of a batch run, and the prompt tokens of the measurement."""
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
@@ -380,7 +384,7 @@ class Sweep:
         return math.ceil(tokens / (self._budget_tokens() or 2048))
 
     async def _mixed(self, size: Size) -> tuple[float | None, int]:
-        """Return the seconds of the step that prefills beside decodes, and the prompt tokens of all of it."""
+        """Return the seconds of a step that prefills beside decodes, and the prompt tokens of all of it."""
         step_s = self._near_step_s(size.batch)
         # They must still run when the prompt has found its way through the server.
         steps = min(
@@ -450,7 +454,10 @@ def _more(before: int | None, after: int | None) -> int | None:
 
 
 def _together(times: Sequence[TokenTimes]) -> float | None:
-    """Return the seconds of a step while all streams run: between the last to begin and the first to end."""
+    """Return the median seconds of a step while all streams run, None if they never do.
+
+    The span lasts from the first token of the last stream to begin to the end of the first one to end.
+    """
     start_s = max(one.first_s for one in times)
     end_s = min(one.last_s for one in times)
     steps = [step for one in times if (step := one.step_s(start_s, end_s)) is not None]

@@ -39,15 +39,15 @@ LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("abov
 _LEAST_LOAD_REQUESTS = 10
 #: Most requests that a fit of corrections uses.
 _MOST_FITTED = 1500
-#: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
-#: iteration and per request; and by how much a correction of that size must bring the log nearer.
+#: Expected size of corrections: of factors, as logarithms; of the host's seconds per iteration and per
+#: request. Least gain in agreement with the log for a correction of that size.
 _SPREADS = (0.3, 0.3, 0.3, 0.002, 0.005)
 _LEAST_GAIN = 0.003
 #: Number of groups in a fit of means: by arrival, and by the length of prompts and of answers.
 _IN_ORDER, _ALIKE = 12, 4
-#: Steps of the search are shares of its variables, so these are kept off 0.
+#: Offset of the variables of the search. Its steps are shares of the variables, so these must not be near 0.
 _SHIFT = 5.0
-#: Residual above which the distance grows linearly instead of with the square.
+#: Residual up to which the distance grows with the square, and linearly beyond.
 _CORNER = 0.1
 
 
@@ -67,7 +67,10 @@ class ReplayedRun:
 
 
 def replay(requests: Sequence[LoggedRequest], engine: EngineSpec) -> ReplayedRun:
-    """Send the requests to one engine model. Raises `TraceError` for one that does not fit its KV cache."""
+    """Send the requests to one engine model and return the run.
+
+    Raises `TraceError` for a request that does not fit its KV cache.
+    """
     shared = engine.limits.enable_prefix_caching and any(each.content is not UNSHARED for each in requests)
     events = EventQueue()
     server = FleetEngine("", replace(engine, prefix_cache=shared), IterationRule.TOKEN, events)
@@ -259,7 +262,7 @@ def _times(requests: Sequence[LoggedRequest]) -> _Array:
 
 
 def _single_part(residuals: Callable[[_Array], _Array]) -> _Array:
-    """Return the variables that fit the log best if one part alone differs from `_SHIFT`."""
+    """Return the variables of the best fit that corrects one part alone."""
 
     def distance(variables: _Array) -> float:
         return float(np.sum(np.sqrt(1.0 + (residuals(variables) / _CORNER) ** 2) - 1.0))
@@ -288,9 +291,10 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
 
 
 def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_Array]:
-    """Return indices of requests that came one after the other, and of requests alike in prompt and answer.
+    """Return groups of requests, by index: in order of arrival, and alike in prompt or in answer length.
 
-    Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
+    The means of groups move smoothly with a correction. Single requests do not: they catch an iteration or
+    miss it.
     """
     count = len(requests)
     orders = (
@@ -339,8 +343,9 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
     """Test a correction at another load, and find the highest load that it holds for.
 
     The quieter half of a log is corrected alone, and must not make the busier half worse. A log at one load
-    shows how long mixed steps take there, not what that grows with: if corrected models that let it
-    grow with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
+    shows how long mixed steps take there, but not how their time grows. So two corrected models are compared:
+    in one it grows with decodes alone, in the other with pairs of decodes and prompt tokens. The correction
+    holds up to the load at which they differ.
     """
     part = requests[:_MOST_FITTED]
     before = replay(part, engine)

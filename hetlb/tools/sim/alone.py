@@ -20,7 +20,7 @@ from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.staged_engine import StagedEngine
 from hetlb.tools.workload.arrivals import PlannedRequest
 
-#: Batches that an engine serves for its rate while full, and the most requests for that.
+#: Batches that an engine serves while its rate when full is measured, and the most requests for that.
 _FULL_BATCHES = 24
 _MOST_FULL_REQUESTS = 4_000
 
@@ -73,7 +73,7 @@ def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationR
 
 @dataclass(frozen=True, slots=True)
 class FullPart:
-    """Part of a run while something waits: sequences `first` to `last` were admitted, in `seconds`."""
+    """Part of a run while sequences wait. In `seconds`, sequences `first` to `last` were admitted."""
 
     first: int
     last: int
@@ -86,8 +86,9 @@ def full_part(
     """Run sequences submitted at once; return the part of the run while the engine is full.
 
     It begins when `batch` sequences have ended, and ends when no sequence waits any more. The first `batch`
-    begin at random points of their answers: else all of them would end, and be replaced, at the same time.
-    The whole run is returned if no sequence waits by then. Raises `StoppedError` at the deadline.
+    sequences begin at random points of their answers. Otherwise all of them would end, and be replaced, at
+    the same time. If no sequence waits by then, the whole run is returned. Raises `StoppedError` at the
+    deadline.
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:
@@ -120,7 +121,7 @@ def _run(model: EngineModel) -> Iterator[tuple[float, int]]:
 
 
 def _radical_inverse(number: int) -> float:
-    """Van der Corput's sequence: evenly spread over 0..1 at any length."""
+    """Return a number of van der Corput's sequence. Its first n numbers are evenly spread over 0..1."""
     value, scale = 0.0, 0.5
     while number:
         value += scale * (number & 1)
@@ -130,7 +131,7 @@ def _radical_inverse(number: int) -> float:
 
 
 def batch_of(spec: EngineSpec, tokens: float) -> int:
-    """Return the number of sequences that one engine runs at once, of a mean length over their life."""
+    """Return the number of sequences that one engine runs at once, of `tokens` tokens on average."""
     return max(1, int(spec.limits.batch_of(tokens)))
 
 

@@ -27,9 +27,10 @@ _BLOCK_PARTS: Final = 64
 class BlockPool:
     """The blocks of one KV cache. Every holder has its own blocks, the last of them partly filled.
 
-    With a `need`, blocks are counted in parts: each block of a holder takes `grows` of them and, as one of
-    its first `window_blocks`, `window` more; a holder takes `fixed` at once. So vLLM's groups share one pool.
-    To be admitted, a holder needs what it has while its prompt is computed: `admitted_blocks` of a window.
+    With a `need`, blocks are counted in parts, as vLLM's groups share one pool. Each block of a holder takes
+    `grows` parts. Each of its first `window_blocks` blocks takes `window` parts more. A holder takes `fixed`
+    parts for its state. While its prompt is computed, `admitted_blocks` count for the window: that room must
+    be free to admit it.
     """
 
     __slots__ = (
@@ -71,7 +72,7 @@ class BlockPool:
         return self.grows * blocks + self.beside(blocks, self.window_blocks)
 
     def beside(self, blocks: int, window_blocks: int) -> int:
-        """Return the blocks of a holder of `blocks` blocks beside the ones that grow."""
+        """Return the parts of a holder of `blocks` blocks for its windows and states, which do not grow."""
         if not self.window and not self.fixed:
             return 0
         return self.window * min(blocks, window_blocks) + (self.fixed if blocks else 0)

@@ -1,9 +1,9 @@
 """The decoding sequences of a simulated engine: an iteration of decodes touches none of them.
 
-Every decoding sequence gains one token per iteration, so one step counter stands for all of them: a sequence
-keeps the difference between the counter and its tokens in the cache (`offset`), sequences are bucketed by the
-step of their end and by the step that fills their window. They are counted by `offset % block_size`: it gives
-the steps that need a block.
+Every decoding sequence gains one token per iteration, so one step counter stands for all of them. A sequence
+keeps its `offset`, the difference between the counter and its tokens in the cache. Sequences are bucketed by
+the step of their end, and by the step that fills their window. They are counted by `offset % block_size`,
+which gives the steps that need a block.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DecodeBatch:
         return pool.grows + pool.window if inside else pool.grows
 
     def alike(self, steps: int) -> int:
-        """Return the number of the next `steps` steps in which no window becomes full."""
+        """Return how many of the next `steps` steps pass until a window becomes full."""
         filling = self._filling_steps
         return min(steps, filling[0] - self.step) if filling else steps
 
@@ -123,7 +123,7 @@ class DecodeBatch:
         return count
 
     def needs(self, sequence: EngineSequence) -> int:
-        """Return a sequence's need of the pool in the next step."""
+        """Return the blocks of the pool that a sequence needs in the next step."""
         if sequence.offset % self._size != self.step % self._size:
             return 0
         return self._per_block(self.step - sequence.offset)
@@ -147,7 +147,7 @@ class DecodeBatch:
         return steps[0] - self.step + 1
 
     def affordable_steps(self, steps: int, free: int) -> int:
-        """Return the number of the next `steps` steps with enough blocks among the `free` ones."""
+        """Return how many of the next `steps` steps have enough blocks among the `free` ones."""
         if self.blocks_needed(steps) <= free:
             return steps
         size = self._size

@@ -66,7 +66,7 @@ class EngineLimits(PickleByFields):
         return BlockPool(self.kv_blocks, self.block_size, self.need, self.in_flight_tokens)
 
     def batch_of(self, tokens: float) -> float:
-        """Return the number of sequences that run at once, of `tokens` each on average over their life."""
+        """Return the number of sequences that run at once, if each holds `tokens` tokens on average."""
         needed = tokens if self.need is None else self.need.tokens(tokens)
         return min(float(self.max_num_seqs), self.kv_cache_tokens / max(1.0, needed))
 

@@ -64,7 +64,7 @@ class DelayedView:
                 self.arriving[sequence] = 0
 
     def settle(self, kv: KvBlocks, waiting: OrderedDict[EngineSequence, None]) -> None:
-        """Apply everything held back."""
+        """Apply all arrivals and ends that are held back."""
         for sequence, tokens in self.leaving:
             kv.release(sequence, tokens)
         self.leaving.clear()
@@ -336,7 +336,10 @@ class EngineModel:
         self._completing.clear()
 
     def _finish(self, sequence: EngineSequence, tokens: int) -> None:
-        """Free the slot and (unless held) the blocks of a finished sequence: now, or with the next batch."""
+        """Free the slot of a finished sequence, and its blocks unless they are held.
+
+        With asynchronous scheduling this happens with the next batch.
+        """
         sequence.generated = sequence.output_tokens
         sequence.state = _FINISHED
         if sequence.adapter:
@@ -417,7 +420,10 @@ class EngineModel:
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, count)
 
     def _make_room(self, demand: int) -> int:
-        """Preempt the latest until the decodes that stay have their blocks; return the number of these."""
+        """Preempt the latest admitted sequences until the others have their blocks.
+
+        Return the blocks that these need.
+        """
         self._short = True
         decodes = self.decodes
         while demand > self.kv.pool.free_blocks:

@@ -84,8 +84,8 @@ class EngineSequence:
         self.computed = 0  # tokens in the cache, while in PREFILL
         self.generated = 0  # output tokens, while not in DECODE
         self.offset = 0  # step counter minus tokens in the cache, while in DECODE
-        #: Spans of the prompt, and the answer as the last one; its first spans cached, and how
-        #: many blocks it has in them.
+        #: Spans of the prompt, with the answer as the last one. The first spans that are cached, as nodes,
+        #: and the number of their blocks that the sequence uses.
         self.spans: tuple[TokenSpan, ...] = ()
         self.nodes: list[CachedSpan] = []
         self.shared_blocks = 0

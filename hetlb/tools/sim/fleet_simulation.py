@@ -125,11 +125,11 @@ _REJECTED = {
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
 
-    `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before. At each
-    of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
-    old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
-    the requests' by name, the default first. `links` carry KV caches between the instances; without
-    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it. A run
+    `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before. At each of
+    `restarts_s` the proxy is replaced. From then on a new scheduler, which knows nothing, takes the arrivals;
+    the old one serves its requests to the end. The first scheduler has seen the answers of `history`.
+    `classes` are the requests' by name, the default first. `links` carry KV caches between the instances;
+    without them every pair has a link of its own, as the decode instance's `kv_transfer` describes it. A run
     raises `StoppedError` at its deadline (`deadline.py`).
     """
 
@@ -329,7 +329,10 @@ class FleetSimulation:
         self._events.push(self._events.now + SCRAPE_INTERVAL_S * self._rounds_at_once(), SCRAPE, None)
 
     def _rounds_at_once(self) -> int:
-        """Return the number of rounds to the next scrape: while a fleet is idle for long, one is enough."""
+        """Return the number of rounds until the next scrape.
+
+        It is 1, but more while a fleet is idle for long.
+        """
         if any(each.in_flight or len(each.queue) for each in self._scraped()):
             return 1
         return max(1, int((self._events.next_s() - self._events.now - _IDLE_S) / SCRAPE_INTERVAL_S))

@@ -50,7 +50,10 @@ class KvBlocks:
         self._unused_blocks = 0
 
     def begin(self, sequence: EngineSequence) -> None:
-        """Name the content of a new sequence. Tokens beside its pieces and its answer are its own."""
+        """Name the content of a new sequence.
+
+        Tokens outside its pieces and its answer are shared with no other sequence.
+        """
         own = object()
         if not self.shared:
             sequence.spans = ((own, ENDLESS_TOKENS),)
@@ -67,7 +70,10 @@ class KvBlocks:
             sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS_TOKENS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
-        """Take the cached blocks of the first `tokens` tokens: their number, None if the rest has no room."""
+        """Take cached blocks of the first `tokens` tokens. Return the tokens found, None without room.
+
+        There must be room for the blocks of all `tokens` tokens.
+        """
         nodes, found = self._cached(sequence, tokens)
         # A sequence that uses a node uses all before it.
         unused = [node for node in nodes if not node.users]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
 #: Seconds between an event and the query of an offline load it calls for.
 FEED_DELAY_S: Final = 0.1
-#: Passes of a decode that a prompt takes as long as, in a cluster that begins full.
+#: Length of a prompt in passes of a decode, in a cluster that begins full.
 _PROMPT_PASSES: Final = 20
 #: Requests between checks of the fill of a cluster that begins full; seed of its answers' positions.
 _FILL_LOOK_REQUESTS: Final = 8
@@ -146,7 +146,7 @@ class _Node:
         self.copied_tokens += tokens
 
     def form(self) -> tuple[int, int]:
-        """Take a batch from the segment in turn; returns its prompt tokens and decodes."""
+        """Take a batch from the present segment. Return its prompt tokens and decodes."""
         limits = self.spec.batch
         left: deque[_Flight] = deque()
         prompts = prompt_tokens = decodes = context = 0
@@ -319,7 +319,10 @@ class PipelineSimulation:
         return self._go_on()
 
     def _fill(self, load: OfflineLoad) -> None:
-        """Begin answers behind their prompts, each at a random position. Long answers are more likely."""
+        """Begin answers with their prompts already computed, each at a random position.
+
+        Long answers are more likely than short ones.
+        """
         rng = random.Random(_FILL_SEED)
         scheduler, longest = self._scheduler, 1
         while not scheduler.waiting and (lengths := next(self._lengths, None)) is not None:
@@ -342,9 +345,10 @@ class PipelineSimulation:
             self._events.push(FEED_DELAY_S, _ARRIVAL, None)
 
     def _go_on_with(self, lease: PathLease, output_tokens: int, done: int, position: int) -> None:
-        """Begin an answer behind its first `done` tokens, 0 in its prompt, at a stage of its path.
+        """Begin an answer with its first `done` tokens already generated, at a stage of its path.
 
-        If all began at the first stage, they would go round as one batch for minutes.
+        With `done` 0 its prompt is under way. If all answers began at the first stage, they would go round as
+        one batch for minutes.
         """
         flight = self._flight(lease, output_tokens, 0.0)
         if done:

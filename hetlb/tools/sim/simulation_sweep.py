@@ -75,11 +75,10 @@ class Watched:
 
 @dataclass(slots=True)
 class Ran:
-    """One run: figures as `hetlb.tools.workload.records` names them, the yardsticks beside it, what was
-    watched.
+    """One run: figures as `hetlb.tools.workload.records` names them, yardsticks, and data for pictures.
 
-    `bound` is the sum of what each instance reaches alone on all requests, its drain included, `steady_bound`
-    the same while each is full.
+    `bound` is the sum of what each instance reaches alone on all requests, its drain included. `steady_bound`
+    is the same while each instance is full.
     """
 
     cell: StudyCell
@@ -130,7 +129,7 @@ def run_sweep(
 
 
 def _order(rate: float | str) -> float | str:
-    """Return a rate; plans of this rate have the same order of requests."""
+    """Return a rate that stands for all rates with the same order of requests."""
     return TRACE if rate == TRACE else _INFINITE
 
 

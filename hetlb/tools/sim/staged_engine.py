@@ -1,13 +1,13 @@
 """A vLLM engine with pipeline parallelism, stage by stage: its throughput while requests wait.
 
-Nothing is composed here: every batch takes its own time on every stage, stages work on different batches at
+Nothing is composed here: every batch takes its own time on every stage. Stages work on different batches at
 the same time, and as many batches are in flight as there are stages. If one of them holds a prompt and the
-others only decode, these wait for it: the bubbles that no composed profile shows.
+others only decode, the others wait for it. These are the bubbles that no composed profile shows.
 
 The rules of scheduling are vLLM's (`tests/sim/plain_engine.py` states them for one stage). A sequence is in
-one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one
-prompt may be in several. If blocks are missing, the latest admitted of the batch is preempted. The
-scheduler works on one batch at a time, `host_s` each.
+one batch in flight at a time. So it decodes in the batch that its prompt ended in, once a turn. Parts of one
+prompt may be in several batches. If blocks are missing, the latest admitted sequence of the batch is
+preempted. The scheduler works on one batch at a time, for `host_s` each.
 """
 
 from __future__ import annotations

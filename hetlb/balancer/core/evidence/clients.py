@@ -69,7 +69,10 @@ class ClientAnswers:
         counts.setdefault(instance, [0.0, 0.0])[1] += 1.0
 
     def well(self, request: Request, instance: int, *, odd: bool = False) -> None:
-        """Count a good answer, if its client lost some; an odd one is no good one of its traffic."""
+        """Count a good answer if its client lost some.
+
+        An `odd` answer is not counted as good for its traffic and its kind.
+        """
         client, session = client_of(request), session_of(request)
         keys = {client, session}
         for each in keys if odd else keys | {traffic_of(request), kind_of(request)}:
@@ -89,7 +92,7 @@ class ClientAnswers:
         return lost * (1.0 - least)
 
     def age(self, keep: float) -> None:
-        """Let all counts be this share of what they were."""
+        """Multiply all counts by `keep`."""
         for client in list(self.known):
             counts = self.known[client]
             for instance in list(counts):

@@ -22,7 +22,7 @@ from hetlb.balancer.core.types import Health
 
 #: Longest time in seconds for which an engine is believed that says when to come again.
 BUSY_CAP_S: Final = 60.0
-#: Seconds after which a limit is forgotten, and its growth in a second, as a share of it.
+#: Seconds after which a limit is forgotten, and its growth per second as a share of the limit.
 FORGOTTEN_S: Final = 10.0
 _GROWTH_SHARE: Final = 0.25
 
@@ -39,12 +39,12 @@ class Room:
         #: Begin and length of its slow start.
         self._ramp_since: float | None = None
         self._ramp_s = 0.0
-        #: Sequences beyond which it refused, and until when that holds as it is.
+        #: Most sequences that it took before it refused more. Time from which on this limit grows.
         self._limit = 0
         self._limit_until = -math.inf
 
     def begin_slow_start(self, seconds: float, now: float) -> None:
-        """Let it run only a growing part of what it can for some seconds."""
+        """Limit the instance for some seconds to a growing share of what it can run."""
         self.restarted = False
         self._ramp_since, self._ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
 
@@ -55,7 +55,10 @@ class Room:
         return ended
 
     def is_full(self, sequences: int, retry_after_s: float | None, now: float) -> None:
-        """Learn that it takes no more than `sequences`, for the time that it asked for if it did."""
+        """Learn that the instance takes no more than `sequences`.
+
+        The limit holds for the seconds that the instance asked for, else for `LIMIT_S`.
+        """
         seconds = table.LIMIT_S if retry_after_s is None else min(retry_after_s, BUSY_CAP_S)
         until = now + seconds
         if now >= self._limit_until or sequences < self._limit:
@@ -146,7 +149,7 @@ class Evidence:
         return changed
 
     def watched(self, changed: bool, now: float) -> bool:
-        """Begin trials if a look at its signs of work (`Silence.watch`) `changed` what it is. Return that."""
+        """Begin trials if `Silence.watch` found a change (`changed`). Return `changed`."""
         if not changed:
             return False
         if self.silence.stalled_since is None:
@@ -188,7 +191,10 @@ class Evidence:
             self.trial = 0
 
     def begins(self, lease_id: int) -> None:
-        """Note that an answer has begun: of a trial that is enough where no answer was lost."""
+        """Note that an answer has begun.
+
+        If it is the trial's, the trial is over, and earlier failures of the process count no more.
+        """
         if self.trial == lease_id:
             self.trial, self.proven = 0, self.proven or None
 
@@ -218,7 +224,10 @@ class Evidence:
         return not self.trial and now >= self.next_trial_at
 
     def dispatched(self, lease_id: int, now: float) -> bool:
-        """Note a dispatch. Return True if it is a trial: with a restraint or an excess."""
+        """Note a dispatch. Return True if it is a trial.
+
+        It is one if the instance is under a restraint or has an excess of lost answers.
+        """
         if not self.wary(now):
             return False
         self.trial = lease_id
@@ -241,7 +250,7 @@ class Evidence:
         return self.silence.overdue_s + self.answers.later_s(end_s)
 
     def active(self, now: float) -> bool:
-        """Return True if the instance may now not be treated like any other."""
+        """Return True if the instance may have to be treated differently from others."""
         return self.room.limited(now) or self.wary(now)
 
     def why(self, now: float) -> str:
@@ -260,7 +269,7 @@ class Evidence:
         return self.why(now) or self.room.short_of(max_num_seqs, max_num_seqs, now)
 
     def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
-        """Return why it may take no more now, "" where it may; `doubt`: trials count, too."""
+        """Return why it may take no more now, "" if it may; `doubt`: trials count, too."""
         if doubt and self.held(now):
             return self.why(now)
         return self.room.short_of(sequences + 1, max_num_seqs, now)

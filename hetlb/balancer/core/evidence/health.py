@@ -33,7 +33,7 @@ class HealthState:
         #: Reason of its state.
         self.reason = "not probed yet" if state is Health.SUSPECT else ""
         self.ejected_until = 0.0
-        #: Times of its ejections, each within `FLAPPING_S` of the one before.
+        #: Times of the last ejections. Each came within `FLAPPING_S` of the one before.
         self.ejections: deque[float] = deque(maxlen=_KEPT_EJECTIONS)
         #: True if it is up and no good answer could make it any better.
         self.clean = state is Health.UP

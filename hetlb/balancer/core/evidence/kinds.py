@@ -22,8 +22,8 @@ KindKey: TypeAlias = tuple[str, str, str]
 
 #: Kinds remembered, the newest.
 _MOST_KINDS: Final = 256
-#: Seconds before the first trial, and before later ones at most: of what a server has not, of what a request
-#: asks for.
+#: Seconds before the first trial. The most before later trials: of something that a server lacks; of a
+#: feature that requests ask for.
 PAUSE_S: Final = 1.0
 _MOST_PAUSE_S: Final = 3.0
 _MOST_PAUSE_OF_REQUEST_S: Final = 30.0
@@ -34,7 +34,8 @@ _ABOUT_BODIES: Final = (400, 413, 414, 415, 422, 431, 501)
 _ABOUT_LENGTHS: Final = (413, 414, 431)
 #: Seconds that a client is answered elsewhere for after a lost answer.
 AVOID_S: Final = 2.0
-#: Refusals by all that a client may cause at once, and in a second: then its refusals go to it unasked.
+#: Requests that all instances refuse: as many as a client may send at once, and per second. Beyond that no
+#: other instance is asked.
 _VAIN_ASKS: Final = 5.0
 _VAIN_ASKS_PER_S: Final = 0.5
 _MOST_ASKERS: Final = 256
@@ -103,7 +104,7 @@ class RefusedKinds:
     def __init__(self) -> None:
         #: By kind and instance.
         self.by_key: dict[KindKey, dict[str, RefusedKind]] = {}
-        #: By client: what is left of its vain asks, and the time of that.
+        #: By client: its remaining requests that all instances may refuse, and the time of that count.
         self._vain: dict[str, tuple[float, float]] = {}
 
     @property
@@ -173,7 +174,10 @@ class RefusedKinds:
         return found
 
     def against(self, request: Request, now: float, *, again: bool) -> dict[str, str]:
-        """Return reasons by instance that refuses the kind of a request; `again`: it may be no trial."""
+        """Return the reason for each instance that refuses the kind of a request.
+
+        Without `again` an instance that is due for a trial is left out.
+        """
         reasons: dict[str, str] = {}
         for kinds in self._of(request):
             for instance, kind in kinds.items():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Least excess of an instance in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
 _LEAST_LOST_ANSWERS: Final = 1.5
-#: The same with more lost answers: these are no accident.
+#: A smaller excess that is enough if more answers were lost: these are no accident.
 _SURE_EXCESS: Final = 0.02
 _SURE_LOST_ANSWERS: Final = 2.5
 #: Least lost answers of an instance that is in doubt, or was a minute ago.
@@ -34,7 +34,7 @@ _RELAPSED_ANSWERS: Final = 0.5
 _MOST_ANSWERS: Final = 16.0
 #: Standard deviations from a share down to the begin of its interval: 90 % one-sided.
 _LOWER_DEVIATIONS: Final = 1.28
-#: Lost answers, and all answers, assumed of another instance before any ended there.
+#: Lost answers, and all answers, that are assumed of another instance in addition to the seen ones.
 _PRIOR_LOST_ANSWERS: Final = 0.2
 _PRIOR_ANSWERS: Final = 2.0
 #: Seconds that a client waits before its next try (OpenAI's SDK).
@@ -63,7 +63,7 @@ class Answers:
         self._lost_as_elsewhere = 0
         #: Time of its newest odd or missing answer while others answer well.
         self.odd_at = -math.inf
-        #: Good answers in a row that end its doubt; time of the last begin or end of a doubt.
+        #: Good answers in a row that end a doubt. Time when the last doubt began or ended.
         self.forgiving, self._doubted_at = table.FORGIVING_ANSWERS, -math.inf
         self._aged_at = now
         self.excess = 0.0
@@ -103,7 +103,10 @@ class Answers:
             self._losses[client, session] = left
 
     def lost_as_elsewhere(self) -> bool:
-        """Note that two instances lost a request. Return True after several of these without an answer."""
+        """Note that two instances lost the same request.
+
+        Return True after `MOST_LOST_AS_ELSEWHERE` of these without an answer between them.
+        """
         self._lost_as_elsewhere += 1
         return self._lost_as_elsewhere >= table.MOST_LOST_AS_ELSEWHERE
 

@@ -20,7 +20,7 @@ _ON_THE_WAY_S: Final = 1.0
 
 
 def missing(instance: Instance, now: float) -> int:
-    """Return how many of the requests before its last report an engine does not report; 0 if unknown."""
+    """Return how many of the requests sent before its last report an engine does not report; 0 if unknown."""
     sample, at = instance.sample, instance.sample_at
     if sample is None or at is None or sample.running is None or now - at > COUNTERS_STALE_S:
         return 0
@@ -45,7 +45,10 @@ def still(instances: Sequence[Instance], token_at: Callable[[Lease], float], now
 
 
 def count(fleet: FleetState, leases: Sequence[LeaseId], now: float) -> None:
-    """Count streams of `still` as lost answers, where the engine misses as many."""
+    """Count streams that stand still as lost answers: at each engine as many as it has lost.
+
+    `leases` are the streams found by `still`.
+    """
     for instance in list(fleet.instances.values()):
         lost = [instance.leases[each] for each in leases if each in instance.leases]
         if lost and len(lost) <= missing(instance, now):

@@ -20,7 +20,7 @@ MOST_MOVES: Final = 2
 
 @mypyc_attr(acyclic=True)
 class Attempts:
-    """Earlier destinations of a retried request, and how often it may have run."""
+    """Earlier instances of a retried request, and how often it may have run."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -33,8 +33,8 @@ class Attempts:
         self.whole = False
         #: Number of runs that an engine refused.
         self.turned_away = 0
-        #: Instances that refused or failed it: the lease, status (0: none) and time. They are at fault if
-        #: another one answers.
+        #: Each instance that refused or failed it, with the lease, status (0: none) and time. It is at fault
+        #: if another instance answers.
         self.failures: list[tuple[Instance, Lease, int, float]] = []
 
     @property

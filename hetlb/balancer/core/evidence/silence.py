@@ -9,7 +9,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.evidence import table
 
-#: Seconds that scraped counters show for whether an engine works.
+#: Seconds for which scraped counters show whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 
 
@@ -25,7 +25,7 @@ class Silence:
     def __init__(self, now: float) -> None:
         #: Time of its last token, as far as it is known.
         self.token_at = now
-        #: Time of the first missing sign of work, None while it works; and the same once it is certain.
+        #: Time of the first missing sign of work, None while it works. The same once it is certain (stalled).
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
         #: True while it stands still behind a request of a kind that its process has not answered yet.
@@ -71,10 +71,11 @@ class Silence:
     ) -> bool:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
-        True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: delay of another request's first token. It stands still
-        after `stands_s`, has stalled after `least_s`; both after `STALL_FACTOR` times what a token needs.
-        `begins`: a request of a new kind came last, for which an engine may have to compile.
+        Return True if a stall begins or ends now. The instance stands still after `stands_s`. It has stalled
+        after `least_s`. Neither comes before `STALL_FACTOR` times `need_s`, the time that a token needs.
+        `since` is infinite if it owes no token: this does not prove that it works. `late_s`: delay of another
+        request's first token. `begins`: a request of a new kind came last, and an engine may have to compile
+        for it.
         """
         self.overdue_s, self.begins = 0.0, False
         if self.works(now):

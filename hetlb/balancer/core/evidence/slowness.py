@@ -13,16 +13,19 @@ from hetlb.balancer.core.evidence.table import FORGIVING_ANSWERS, MOST_FORGIVING
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.speed import SLOWED_FACTOR, SpeedTracker
 
-#: Factor over a profile of the newest answers of a server that is slow no more, and over its usual one.
+#: Factor below which a slow server's newest answers are well: over its profile, and over its usual factor.
 _WELL_FACTOR: Final = 1.3
 _WELL_CHANGE: Final = 1.4
-#: Answers of a server that can be compared with another's, and the most seconds between their newest ones.
+#: Fewest answers of a server for a comparison, and most seconds between the newest answers of two servers.
 _LEAST_COMPARED: Final = 5
 _COMPARED_S: Final = 3.0
 
 
 def answered(speed: SpeedTracker, factor: float, now: float) -> bool:
-    """Take in an answer's factor at a server that is slow. Return True if its speed is another one now."""
+    """Take in the factor of an answer of a slow server. Return True if its speed changed.
+
+    Enough good answers in a row end the slowness.
+    """
     most = _WELL_FACTOR if speed.slow else math.inf
     if speed.slowed_since is not None:
         most = min(most, _WELL_CHANGE * speed.usual)
@@ -44,7 +47,8 @@ def own_share(speed: SpeedTracker, lag_s: float) -> float:
 def compare(instance: Instance, among: Sequence[Instance], lag_s: float, now: float) -> None:
     """Note if an instance has become slower while another one of its model has not.
 
-    The other one answered at that time: other traffic, or a machine without a free CPU, slows all.
+    The other one must have answered at about the same time: other traffic, or a machine without a free CPU,
+    slows all instances.
     """
     speed = instance.speed
     slower = speed.lately / speed.usual * (1.0 - own_share(speed, lag_s))

@@ -52,7 +52,7 @@ class PolicyParams(PickleByFields):
 
 
 class KeptForOthers(Protocol):
-    """Heads of a line, and the instances that are kept from each for others that they suit (`plans`)."""
+    """Instances that are kept from each head of a line for other requests, which suit them (`plans`)."""
 
     def kept_from(self, entry: Queued) -> frozenset[str]: ...
     def passed(self, entry: Queued) -> None: ...

@@ -345,7 +345,7 @@ class SessionAffinity(LeastRequests):
 
 
 def _distance(session: str, instance: Instance) -> float:
-    """-ln(h) / weight, h being uniform in (0, 1) for every pair of session and instance."""
+    """Return -ln(h) / weight. h is uniform in (0, 1) for every pair of session and instance."""
     digest = blake2b(f"{session}/{instance.name}".encode(), digest_size=8).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)) / instance.spec.weight
 

@@ -160,7 +160,7 @@ class Evaluation:
         return targets and keep_free(ctx, self.sights)
 
     def rate(self, each: Sight) -> None:
-        """Foresee and rate an instance, unless it is rated."""
+        """Forecast the request on an instance and rate it, unless it is rated already."""
         if each.rated:
             return
         if each.end_s <= 0.0:  # the fastest one has its forecast

@@ -85,7 +85,7 @@ class Planned(Hetlb):
                 given[name] /= 2.0
 
     def _planned(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> PlannedType | None:
-        """Return the type of a request, None where none of the instances has a share of it."""
+        """Return the type of a request, None if none of the instances has a share of it."""
         planned = self._type_of(ctx)
         if planned is None:
             return None

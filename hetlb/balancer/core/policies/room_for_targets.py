@@ -10,9 +10,9 @@ from hetlb.balancer.core.forecast_errors import normal_quantile
 from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContext, Sight
 from hetlb.balancer.core.protected import Protected
 
-#: Share of the target of its first token that a request with targets waits for room beside tighter classes.
+#: Longest wait of a request with targets to leave room for tighter classes, as a share of its TTFT target.
 _PATIENCE_SHARE: Final = 0.3
-#: First tokens of a tighter class that a prompt may make late, times the margin squared.
+#: Most first tokens of a tighter class that a prompt may be expected to delay, times the squared margin.
 _MOST_LATE_TOKENS: Final = 0.25
 #: Steps of the search for a batch.
 _HALVINGS: Final = 6
@@ -38,7 +38,7 @@ def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def stake_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the cost of a missed target: the answer's seconds over the share that may miss."""
+    """Return the seconds that a missed target costs: the answer's time over the share that may miss."""
     service = ctx.request.service
     first_s = service.ttft_s if service.ttft_s < math.inf else each.first_token_s
     step_s = service.tpot_s if service.tpot_s < math.inf else each.step_s
@@ -73,10 +73,10 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
-    """Set the state of instances with room that the request would take from tighter classes; True if any.
+    """Keep instances with room free for tighter classes, by their state. Return True if any is kept.
 
-    The tightest class comes first. A request with targets leaves room only while it has time to wait; one
-    without targets that is no background leaves none.
+    The tightest class comes first. A request with targets leaves room only while it has time to wait.
+    Background requests always leave room. A request without targets that is no background leaves none.
     """
     service, kept, rate = ctx.request.service, False, 0.0
     if not service.background and not service.stated:
@@ -94,10 +94,12 @@ def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
 
 
 def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Protected, rate: float) -> bool:
-    """Keep instances free for `rate` requests/s of a class; True if any.
+    """Keep instances free for `rate` requests/s of a class. Return True if any is kept.
 
-    What all of them together serve in time must be what comes and one deviation of what runs then, times the
-    class's margin. First tokens that a prompt makes late, expected, are at most a part of one.
+    An instance is kept in either of two cases. First: with this request, all instances together would serve
+    fewer requests of the class in time than are wanted. Wanted is the rate plus one deviation of the running
+    answers, times the class's margin. Second: the request would be expected to delay more first tokens than
+    `_MOST_LATE_TOKENS`.
     """
     answer_s = protected.output * protected.step_s
     wanted = rate
@@ -109,7 +111,7 @@ def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Prote
     ]
     total, kept = math.fsum(served), False
     for each, per_s in zip(sights, served, strict=True):
-        # None comes while this one runs, or none is served here in time.
+        # No request of the class comes while this one runs, or none is served here in time.
         if (
             each.state != ROOM
             or rate * each.end_s < 1.0 - protected.attainment
@@ -139,12 +141,12 @@ def _first_token_beside_s(ctx: SchedulingContext, each: Sight, protected: Protec
 
 
 def _served(each: Sight, protected: Protected, batch: float, tokens: float, used: float) -> float:
-    """Return the requests/s of a class that an instance serves in time beside a batch of an engine.
+    """Return the requests/s of a class that an instance serves in time, given an engine's batch.
 
-    Members with targets in the batch belong to the class. The batch holds `tokens`; `used` tokens of the KV
-    cache are taken. First tokens wait for a step and for prompts: at a utilization rho by prompts of s
-    seconds a share rho exp(-2 (1 - rho) t / s) waits longer than t (heavy traffic, service times alike;
-    Kingman 1961).
+    All running requests with targets count as members of the class. The batch holds `tokens`; `used` tokens
+    of the KV cache are taken. First tokens wait for a step and for prompts: if prompts of s seconds take a
+    share rho of the time, a share rho exp(-2 (1 - rho) t / s) of them waits longer than t (heavy traffic,
+    service times alike; Kingman 1961).
     """
     load, latency = each.load, each.load.latency
     context = max(1.0, protected.prompt + protected.output / 2.0)

@@ -21,10 +21,10 @@ def most_cached(sights: Sequence[Sight]) -> Sight | None:
 
 
 def keep_together(ctx: SchedulingContext, sights: Sequence[Sight], there: Sight, weight: float) -> None:
-    """Pass instances with less of the prompt cached over if the wait for a full one with more costs less.
+    """Pass over instances with less of the prompt cached if waiting for a full one (`there`) costs less.
 
-    Until its next slot is free, requests with room now wait, too: half of the gap in the mean. A second of a
-    wait weighs `weight`.
+    Requests that have room now also wait until the next slot there is free, on average for half of that time.
+    One second of waiting weighs `weight`.
     """
     mix, room = ctx.demand.mix, 1.0
     size, need = max(1.0, mix.size), max(1.0, mix.booked + mix.output / 2.0)
@@ -43,9 +43,9 @@ def keep_together(ctx: SchedulingContext, sights: Sequence[Sight], there: Sight,
 
 
 def end_burst(ctx: SchedulingContext, sights: Sequence[Sight], todo: float, hold: bool) -> None:
-    """Set until when the faster instances are done with `todo`, and what waits on all to be read.
+    """Set when the faster instances will be done with `todo`, and the unread tokens of all instances.
 
-    `sights` are in the order of speed; the first one is foreseen.
+    `sights` are in the order of speed. The first one has a forecast.
     """
     unread, cached, long_s = 0.0, 0.0, sights[0].long_s
     for each in sights:
@@ -64,10 +64,10 @@ def end_burst(ctx: SchedulingContext, sights: Sequence[Sight], todo: float, hold
 
 
 def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> list[Sight]:
-    """Return the sights. With `hold` one with many prompts to read takes no more, while each has work.
+    """Return `sights`. With `hold`, take room from instances with many unread prompts while all have work.
 
-    A prompt longer than what they may have ahead goes where no more than its own length is unread. One that
-    is mostly cached goes to its cache.
+    A prompt longer than `UNREAD_ITERATIONS` goes to an instance with no more unread tokens than its own. A
+    prompt that is mostly cached goes to its cache.
     """
     for each in sights:
         if not hold or (each.state == ROOM and each.seen.empty):
@@ -82,11 +82,12 @@ def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> lis
 
 
 def wait_beside(ctx: SchedulingContext, full: Sight, todo: float) -> tuple[float, float]:
-    """Return the work that goes before a request that waits for a full instance, and the work to come per s.
+    """Return the work before a request that waits for a full instance, and the arriving work per second.
 
     Every request that arrives before the queue of `todo` is empty waits for this one (the busy period of a
-    fluid queue). If unread prompts keep the request from the instance, the score there has its wait for them:
-    only what waits at the proxy is added (`ordinary.py`: long prompts TTFT 1.04, E2E 1.02, elsewhere 1.00).
+    fluid queue). If unread prompts keep the request from the instance, the score there contains the wait for
+    these. Then only what waits at the proxy is added (`ordinary.py`: long prompts TTFT 1.04, E2E 1.02,
+    elsewhere 1.00).
     """
     if full.state == UNREAD:
         return float(ctx.waiting), 0.0

@@ -23,7 +23,8 @@ Weights: TypeAlias = tuple[float, float, float, float, float, float, float, floa
 #: Weight of a second until the first token against one of the whole answer (`ordinary.py`: agents' E2E 1.08,
 #: 1.14, 1.17 of the best other's with 40, 30, 24; TTFT of waves 1.13, 1.12, 1.10).
 FIRST_WEIGHT: Final = 30.0
-#: Weight of a second of first tokens to come against one of the request's own first token and answer.
+#: Weight of a second that later first tokens are delayed, over a second of the request's own first token and
+#: answer.
 _COMING_FACTOR: Final = 4.0 / 3.0
 #: An unstated weight: the weight of a second that the whole request is later.
 UNSTATED: Final = -1.0
@@ -68,9 +69,10 @@ def set_score(ctx: SchedulingContext, each: Sight, weights: Weights) -> None:
 def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
     """Return the weights for a request.
 
-    With targets its first token has none: they take its place. A class may state it. An unstated weight
-    counts a second that first token and answer are both later; of adapters and lost tries also where targets
-    take the place of the first token. The end of a burst weighs as much as its requests.
+    If the request has targets, their cost replaces the weight of its first token. A service class may state
+    that weight. An unstated weight is the weight of one second that delays both the first token and the
+    answer; for adapters and lost tries this holds with targets, too. The end of a burst weighs as much as all
+    requests of the burst.
     """
     service = ctx.request.service
     first, own = stated[0], stated[1]

@@ -38,7 +38,7 @@ class SchedulingContext:
     """Context of one decision: the request, the time, and the state of demand.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `restraints` are the instances' of `Choices`, for policies that hold back; None where
+    have of its prompt. `restraints` are the instances' of `Choices`, for policies that hold back; None if
     all are normal. Of the KV cache it takes `booked` tokens where nothing of its `prompts` is cached, its
     answers half-grown.
     """
@@ -73,18 +73,18 @@ class SchedulingContext:
         #: True if others pay their part of a prefix that they use elsewhere, too (see `Held`).
         self.shares = False
         self.restraints: dict[str, str] | None = None
-        #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
-        #: instance in the mean.
+        #: Most tokens of its prompt that an instance holds, and mean prompt tokens that wait on an instance.
         self.most_cached = self.unread = 0.0
-        #: Seconds to load the adapter that the request is for, 0 where it is for none.
+        #: Seconds to load the request's adapter, 0 without one.
         self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
-        #: Tokens of each answer that a KV cache is to hold at least, while lengths are not known.
+        #: Tokens that a KV cache is to hold of each answer at least, while lengths are unknown.
         self.least_output = 0.0
-        #: Requests that came at once, or that wait if these are more.
+        #: Requests that came at once, or the number that waits if that is larger.
         self.burst = float(demand.burst)
-        #: Seconds of its answer at best, where a policy has found it: the newest answer's before.
+        #: Forecast seconds of its answer at the fastest instance; the last request's before a policy has set
+        #: it.
         self.answer_s = demand.answer_s
         #: False once no more requests are expected.
         self.goes_on = True
@@ -106,18 +106,20 @@ class SchedulingContext:
 class Sight:
     """Room for the request on one instance as it was `seen`, the forecast, and terms of the score.
 
-    Times in seconds; tokens and sequences of the forecast are each engine's. `cached` tokens of each
-    of its `prompts` are in the prefix cache; its `own` sequences join the batch. `state`: room, or the reason
-    why not. With the request `used_tokens` of the KV cache are in use, its answer half-grown.
+    Times are in seconds; tokens and sequences of the forecast are each engine's. `cached` tokens of each of
+    the request's `prompts` are in the prefix cache. Its `own` sequences join the batch. `state`: room, or the
+    reason why there is none. `used_tokens` of the KV cache are in use with the request, its answer
+    half-grown.
 
-    After `foresee`: `first_token_s` until the first token, `step_s` per further one, `end_s` until the whole
-    answer; `own_s` the same at the steps of now, `long_s` of one long answer; `others_s` is what all that run
-    there lose together, of it `slower_s` by longer steps, prompts aside. `with_s` is a step with the request,
-    prompts to come aside; `reading_s` its prompts alone take beside what runs. `prompts_per_s` mean prompts
-    came to each engine lately.
+    After `foresee`: `first_token_s` until the first token, `step_s` per further token, `end_s` until the
+    whole answer. `own_s` is `end_s` without prompts to come; `long_s` is the same for a long answer.
+    `others_s` is the total delay of the running requests, `slower_s` its part by longer steps. `with_s` is a
+    step with the request, without prompts to come. `reading_s` is the time of its own prompts beside what
+    runs. `prompts_per_s` mean prompts came to each engine lately.
 
-    `done_s`: until the faster instances are done with all that waits, infinite while requests come. `limit`:
-    the score above which it is passed over. The other terms and the `score` are there once it is `rated`.
+    `done_s`: time until the faster instances are done with all that waits, infinite while requests come.
+    `limit`: the score above which the instance is passed over. The other terms and the `score` are set once
+    it is `rated`.
     """
 
     __slots__ = (
@@ -148,7 +150,10 @@ class Sight:
         index: int = 0,
         before: Occupancy | None = None,
     ) -> None:
-        """See the room; `cost` is the mean request's there. It had room when it was as `before`."""
+        """See the room. `cost` has the costs of the mean request there.
+
+        `before` is an earlier occupancy, at which the instance had room.
+        """
         self.seen = seen = instance.seen(ctx.now) if before is None else before
         self.load = seen.load
         self.instance = instance
@@ -166,7 +171,7 @@ class Sight:
             booked = need.grows * booked + ctx.request.sequences * need.beside(ctx.prompt + ctx.half_output)
         used, running = seen.expected_kv_tokens(ctx.now) + booked, seen.running
         if seen.incoming > 0.0:
-            # Answers that will have ended when a prompt that is elsewhere still comes to decode.
+            # Answers that will have ended here before a prompt that is still elsewhere comes to decode.
             ending = seen.ending(seen.now_s * ctx.mean_output, ctx.now)
             used -= ending * (ctx.demand.mix.booked + ctx.mean_output / 2.0)
             running -= ending
@@ -201,12 +206,13 @@ class Sight:
             used = max(used, sequences * (ctx.demand.mix.booked + grows * ctx.least_output))
         if used <= load.kv_cache_tokens:
             return ROOM
-        # An assumed size fills no engine that tells nothing: late first tokens show its limit.
+        # An assumed cache size does not make an engine without figures full: late first tokens show its
+        # limit.
         told = seen.sample_at > -math.inf or instance.capacity.kv_cache_tokens is not None
         return NO_MEMORY if told else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
-        """Forecast the request there."""
+        """Forecast the request on the instance."""
         seen, load, cost, request, cached = self.seen, self.load, self.cost, ctx.request, self.cached
         sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s

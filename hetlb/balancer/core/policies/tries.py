@@ -9,18 +9,18 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.sight import ROOM, Sight
 
-#: Largest score of an idle instance with assumed speed to be tried, in scores of the best one, if it were as
-#: fast as the fastest one.
+#: Largest score of an idle instance with assumed speed, as a multiple of the best one's, at which it is
+#: tried. The score is computed as if it were as fast as the fastest instance.
 _GUESS_FACTOR: Final = 2.0
 
 
 def worth_a_try(
     fastest: float, untried: Sequence[Instance], look: Callable[[int], Sight], found: Sight
 ) -> Sight:
-    """Return an idle instance of assumed speed if it may be about as good as the found one, else that.
+    """Return an idle instance of assumed speed if it may be about as good as the found one, else `found`.
 
-    It is one of the `untried`, and may be as fast as the `fastest` one that is known. Its answer will show
-    its speed. `look` rates it by its number.
+    It is one of the `untried`, and may be as fast as the `fastest` known one. Its answer will show its speed.
+    `look` returns the sight of an instance by its number.
     """
     if not untried:
         return found

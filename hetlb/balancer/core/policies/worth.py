@@ -23,7 +23,7 @@ from hetlb.balancer.core.ready import Choices
 _SUITING_SHARE: Final = 0.05
 #: Least worth of an instance, over the largest: an instance without use in a plan is not free.
 _LEAST_WORTH: Final = 1e-3
-#: Growth of that share, for each time that as many younger requests went before it as run.
+#: Growth of that share each time that as many younger requests as run were placed before a request.
 _PATIENCE_SHARE: Final = 0.1
 #: Largest difference of the logarithms of two similar lengths.
 ALIKE_LOG_LENGTHS: Final = 0.1
@@ -168,11 +168,11 @@ class Suits:
         self._passed = _NONE
 
     def kept_from(self, entry: Queued) -> frozenset[str]:
-        """Return the instances kept for other requests, as urgent as `entry` or before it."""
+        """Return the instances kept from `entry` for others: as urgent, or passed over before it."""
         return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
 
     def passed(self, entry: Queued) -> None:
-        """Keep its instances for an entry without a place."""
+        """Keep the instances that suit an entry for it: it found no place."""
         if not entry.flow.background:
             self._passed |= self._suits[entry.number]
 

@@ -129,7 +129,11 @@ def estimated_profile(
 
 
 class _Round:
-    """Seconds that one of S batches takes to come round, of one coefficient of the whole model."""
+    """Seconds of one round of a batch through all stages, for one coefficient of the whole model.
+
+    Each of S batches is in one stage at a time. A round takes S times the slowest stage, or the sum of all
+    stages and links if that is longer.
+    """
 
     def __init__(self, shares: Sequence[float], links: LinkSeconds) -> None:
         self.shares = shares
@@ -137,12 +141,12 @@ class _Round:
         self.stages = len(shares)
 
     def of(self, values: Sequence[float], link_s: float = 0.0) -> float:
-        """Return a coefficient that every batch pays whole."""
+        """Return a coefficient of work that every batch does as a whole."""
         parts = [share * value for share, value in zip(self.shares, values, strict=True)]
         return max(self.stages * max(parts), math.fsum(parts) + link_s)
 
     def part(self, values: Sequence[float], link_s: float = 0.0) -> float:
-        """Return a coefficient of work divided over the batches."""
+        """Return a coefficient of work that is divided over the batches."""
         return self.of(values, link_s) / self.stages
 
 
@@ -213,7 +217,7 @@ def _decode(turn: _Round, tables: Sequence[DecodeTable | None]) -> DecodeTable |
 
 
 def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
-    """Return the cost of decodes beside prompts; None if no stage knows it."""
+    """Return the term of decodes beside prompts for the whole pipeline; None if no stage has one."""
     if all(each.mixed is None for each in latencies):
         return None
     known = [mixed_term(each) for each in latencies]
@@ -231,7 +235,10 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
 
 
 def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
-    """Return the least blocks of a stage, for each of the batches; None if a stage has no split."""
+    """Return the term of split contexts for the whole pipeline; None if a stage has none.
+
+    The stage with the fewest blocks decides.
+    """
     known = [term for term in terms if term is not None]
     if len(known) < len(terms):
         return None
@@ -239,7 +246,7 @@ def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
 
 
 def _launch(turn: _Round, terms: Sequence[LaunchTime | None]) -> LaunchTime | None:
-    """Return the launches of all batches, each an S-th of the tokens; None if a stage's are unknown."""
+    """Return the launch times of the whole pipeline; None if a stage has none."""
     known = [term for term in terms if term is not None]
     if len(known) < len(terms):
         return None
@@ -301,7 +308,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
 
 
 def engine_stages(parts: Sequence[StageProfile]) -> tuple[EngineStage, ...]:
-    """Return the stages as `StagedEngine` takes them; none of one that holds all layers."""
+    """Return the stages for `StagedEngine`; none if a single stage holds all layers."""
     return tuple(
         EngineStage(part.profile.latency, part.share, part.link.token_s, part.link.batch_s)
         for part in parts

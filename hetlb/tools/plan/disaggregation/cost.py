@@ -54,11 +54,11 @@ from hetlb.tools.sim.deadline import StoppedError
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
-#: Divisions of the layers over unlike machines: shares of proportion to speed, the rest to memory.
+#: Divisions of the layers over unlike machines. This share is in proportion to speed, the rest to memory.
 _BLEND_SHARES = (1.0, 0.5, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` holds between machines.
 _INSIDE_LATENCY_S = 5e-6
-#: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
+#: Batch and context at which GPUs' decode speeds are compared.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
 #: Least tokens of a usable KV cache; rows of the workload that the bubbles of a pipeline are found on.
 _FEWEST_TOKENS = 16
@@ -80,7 +80,8 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
 class GroupTable:
     """The best group of every composition and role, computed on demand.
 
-    `promised` is before the bubbles of pipelines: their simulation takes nearly all the time.
+    A `promised` group has a rate without the bubbles of its pipeline. Simulating bubbles takes nearly all the
+    time.
     """
 
     def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
@@ -96,11 +97,14 @@ class GroupTable:
         return self._moved(self._find(composition, role), composition)
 
     def promised(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return a group that no group of these GPUs serves more than; it may serve less itself."""
+        """Return the group with the highest rate before bubbles.
+
+        No group of these GPUs serves more than that rate; this one may serve less.
+        """
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
     def sure(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group that serves its promised rate: one without bubbles."""
+        """Return the best of the groups without bubbles, which serve exactly their promised rate."""
         found = (each for each in self._promising(composition, role) if each.is_exact)
         return self._moved(next(found, None), composition)
 
@@ -277,7 +281,10 @@ class ProfileCost:
         return most * self._bubbles(stages, engine_of(self._composed(stages, kv_cache_tokens)))
 
     def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
-        """Return the prompts and answers in one pipeline; groups of one role have similar batches."""
+        """Return the share of the composed throughput that a pipeline reaches with its bubbles.
+
+        It is simulated once for each pipeline and KV capacity, as groups of one role have similar batches.
+        """
         key = tuple((self._cluster.kinds[s.machine], s.gpus, s.layers) for s in stages), spec.limits
         if key not in self._shares:
             rows = self._cluster.workload.rows
@@ -356,7 +363,10 @@ class PaperCost:
         return seconds * stage.layers
 
     def _tp_s(self, stage: GroupStage, tokens: float, times: float) -> float:
-        """Return four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
+        """Return the seconds of four exchanges a layer between the GPUs of a stage, `times` times.
+
+        Each exchange sends the activations of `tokens` tokens.
+        """
         if stage.gpus == 1:
             return 0.0
         links = self._cluster.links

@@ -27,7 +27,10 @@ _LEAST_SHARE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """KV transfer of two groups: bytes a request by link, seconds inside machines, requests/s at most."""
+    """KV transfers between two groups.
+
+    They have bytes of a request on each link, seconds inside machines, and the most requests/s.
+    """
 
     link_bytes: tuple[tuple[tuple[int, int], float], ...]
     inside_s: float

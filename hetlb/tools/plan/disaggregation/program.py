@@ -31,13 +31,13 @@ from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLim
 
 #: Largest cluster with a class for each machine, in machines.
 _FEW_MACHINES = 8
-#: Most templates solved in time; of more, groups across machines that gain nothing go.
+#: Largest cluster with a template for every composition, in GPUs.
 _FEW_GPUS = 8
 #: Most templates that the program takes in time; of more, groups across machines that gain nothing go.
 _MANY_TEMPLATES = 2000
-#: The most choices of templates to place.
+#: Most choices of templates that are placed.
 _MOST_CHOICES = 8
-#: Least use of a template in a solution: below, it is rounding.
+#: Least number of a template in a solution. Smaller ones are rounding.
 _LEAST_TEMPLATE_USE = 1e-6
 #: Most machines of one group; beyond two, all hold equally many of its GPUs.
 _MOST_MACHINES = 8
@@ -61,8 +61,9 @@ Choice: TypeAlias = tuple[tuple[Template, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The best choices first, and the most requests/s that any has. Links are counted by class: placed, they
-    may serve less.
+    """Solution of the program: the best choices first, and the most requests/s that any has.
+
+    Links are counted by class. Placed on machines, a choice may serve less.
     """
 
     choices: tuple[Choice, ...]
@@ -196,7 +197,10 @@ class Templates:
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
 
     def _simulate(self, used: Sequence[int]) -> bool:
-        """Give templates the served rates of their groups; return False if all had them."""
+        """Set the rates of templates to what their groups serve in simulation.
+
+        Return False if all of them had these rates already.
+        """
         promised = [at for at in used if not self.templates[at].exact]
         for at in promised:
             shape, role = self.templates[at].shape, self.templates[at].group.role

@@ -95,7 +95,10 @@ class SplitCluster:
 
     @property
     def kv_bytes(self) -> float:
-        """Return the bytes of cache to send for the mean prompt, of windows the last tokens alone."""
+        """Return the bytes of cache to send for the mean prompt.
+
+        Of layers with windows only the last tokens are sent.
+        """
         return self.model.known.kv_bytes(self.workload.prompt_tokens)
 
     @property

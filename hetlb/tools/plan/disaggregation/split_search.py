@@ -19,8 +19,8 @@ from hetlb.tools.plan.disaggregation.program import Choice, Templates
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
 from hetlb.tools.plan.highs import OnProgress, SolveLimits
 
-#: Shares of the time left, most of it not needed, for the templates and for the program without splitting;
-#: the other program uses its simulations, too. And the least seconds of either.
+#: Share of the time left for the templates, and for the program without splitting; both need less as a rule.
+#: The other program uses the latter's simulations, too. And the least seconds of either.
 _TEMPLATES_SHARE, _COLOCATED_SHARE, _LEAST_S = 0.3, 0.6, 0.3
 
 
@@ -90,11 +90,11 @@ SEARCH_S, _OTHERS_SHARE = 20.0, 0.4
 
 
 class Exhaustive:
-    """One exhaustive search; `best` is there at any time, `complete` is True if it ended by itself.
+    """One exhaustive search. `best` is there at any time; `complete` is True if it was not stopped.
 
-    Partial plans are given up if a bound shows that nothing better follows: with weights w and 1 - w on both
-    phases, a plan serves at most w * prefill + (1 - w) * decode + both, and the rest of every machine adds at
-    most its best value per GPU.
+    A partial plan is given up if a bound shows that no plan beyond it is better. The bound: with weights w
+    and 1 - w on both phases, a plan serves at most w * prefill + (1 - w) * decode + both. The GPUs left of
+    every machine add at most their best value per GPU.
     """
 
     def __init__(self, table: GroupTable, roles: tuple[Role, ...] = tuple(Role)) -> None:

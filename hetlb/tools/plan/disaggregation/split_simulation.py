@@ -31,14 +31,15 @@ from hetlb.tools.workload.records import RequestResult, steady_figures
 
 #: Offered load, as a share of the planned throughput.
 LOAD_SHARE = 1.05
-#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
+#: Factor on the simulated throughput of a plan that splits. More of it can fail, so it must serve clearly
+#: more.
 _SPLIT_WEIGHT = 0.95
-#: Least share of the best throughput for a plan to be as good: the simplest of them is chosen.
+#: Plans with at least this share of the best throughput are equally good: the simplest of them is chosen.
 _AS_GOOD_SHARE = 0.98
-#: Length of the run, in stays of a request in the slowest group; bounds of its requests.
+#: Length of the run, as a multiple of a request's time in the slowest group; bounds of its requests.
 _RUN_STAYS = 6.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
-#: Share of the arrivals' time before the steady part: a run is a few stays of a request.
+#: Share of the arrivals' time before the steady part: a run lasts a few times as long as a request.
 _FROM_SHARE = 0.45
 
 

@@ -39,15 +39,18 @@ _FLOW_PARTS = 500
 _WORTH = 1e-6
 #: Least price of a machine, in layers.
 _LEAST_PRICE_LAYERS = 0.01
-#: Share of a flow that the links must carry for a higher one to be tried.
+#: Share of a flow that the links must carry for a higher flow to be tried.
 _CARRIED_SHARE = 0.97
-#: Room of links between regions, in flows; each is tried.
+#: Flow that the links between two regions must carry, as multiples of the flow; each is tried.
 _LINK_ROOMS = (1.2, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Number of layers in a region, machines of each group, and (group, layers) of each machine by branch."""
+    """Layers in one region on machines in parallel branches.
+
+    `counts`: machines by group. `branches`: (group, layers) of each machine, by branch.
+    """
 
     layers: int
     region: int
@@ -57,17 +60,23 @@ class _Block:
 
 
 class Branches:
-    """The cheapest machines that together hold layers at each rate of a machine: a knapsack over groups."""
+    """The cheapest sets of machines that together hold a number of layers, all at a given rate.
+
+    A knapsack over groups, solved for every rate that a machine has.
+    """
 
     def __init__(self, groups: Sequence[MachineGroup], scope: Sequence[int], layers: int) -> None:
-        """`scope`: indices of groups; `layers`: the most of a branch."""
+        """Read the rates of the groups with indices in `scope`. `layers`: most layers of a branch."""
         self._groups, self._scope, self._layers = groups, scope, layers
         self.rates = np.array(sorted({rate for g in scope for rate in groups[g].rates[1:]}))
-        #: Most layers of a group's machine at every rate.
+        #: Most layers that a machine of a group can hold, for every rate.
         self._held = np.array([[_most_layers(group.rates, rate) for rate in self.rates] for group in groups])
 
     def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
-        """Return the least prices by rate and layers, and the machines taken; `prices` are by group."""
+        """Return the least price of a branch by rate and layers, and the machines taken for it.
+
+        `prices` are by group.
+        """
         layers = self._layers
         at = np.arange(layers + 1)[None, :]
         cost = np.full((len(self.rates), layers + 1), np.inf)
@@ -95,7 +104,10 @@ class Branches:
         return tuple(counts)
 
     def shares(self, counts: Sequence[int], rate: float, layers: int) -> list[tuple[int, int]]:
-        """Group and layers of each machine of a branch: all that its rate allows, slow ones fewer."""
+        """Return (group, layers) of each machine of a branch.
+
+        Each holds all layers that its rate allows. If these are too many, slow machines hold fewer.
+        """
         at = int(np.searchsorted(self.rates, rate * (1.0 - 1e-12)))
         shares = [(g, int(self._held[g, at])) for g, n in enumerate(counts) for _ in range(n)]
         over = sum(held for _, held in shares) - layers
@@ -193,7 +205,10 @@ class BlockChain:
     def _program(
         self, blocks: Sequence[_Block], width: int, *, integer: bool
     ) -> tuple[LinearProgram, list[int], list[int]]:
-        """Return the columns of blocks, and of the wide ends that regions lack (relaxed only)."""
+        """Return the program over blocks, the columns of the blocks, and the columns of missing wide ends.
+
+        The latter exist in the relaxed program only: they stand for wide blocks that a region lacks.
+        """
         program = LinearProgram()
         columns = [program.column(0.0 if integer else float(b.layers), integer=integer) for b in blocks]
         for g, group in enumerate(self._groups):
@@ -224,7 +239,10 @@ class BlockChain:
     def _priced(
         self, flow: float, width: int, prices: NDArray[np.float64], bonus: Sequence[float]
     ) -> Iterator[_Block]:
-        """For every region and number of layers the cheapest blocks, any and wide ones, that are worth it."""
+        """Yield the cheapest blocks, for every region and number of layers, that are worth their price.
+
+        A wide block has at least `width` branches. It gets the `bonus` of its region.
+        """
         for r, branches in enumerate(self._branches):
             cost, taken = branches.cheapest(prices)
             for wide in (False, True) if len(self._regions) > 1 and width > 1 else (False,):
@@ -282,7 +300,7 @@ class BlockChain:
         return placement
 
     def _ordered(self, blocks: list[_Block]) -> list[_Block]:
-        """Return blocks by region; where two regions meet, the ones with most branches, thus most links."""
+        """Return blocks by region. Blocks with most branches, thus most links, stand where regions meet."""
         found: list[_Block] = []
         last = len(self._regions) - 1
         for region in range(len(self._regions)):
@@ -295,7 +313,7 @@ class BlockChain:
 
 
 def _slowest_between(cluster: PlaceCluster) -> float:
-    """Return the mean tokens/s of the links from one region to another, of the pair where it is least."""
+    """Return the lowest mean rate (tokens/s) of the links from one region to another."""
     region = {node.name: node.region for node in cluster.nodes}
     pairs: dict[tuple[str, str], list[float]] = {}
     for sender, receiver in cluster.links:
@@ -310,8 +328,8 @@ def _cheapest_cover(
 ) -> tuple[NDArray[np.float64], NDArray[np.int16]]:
     """Return the least cost of branches that add up to the flow, by layers, and the branch taken last.
 
-    `parts[t]`: parts of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
-    to cover and layers.
+    `parts[t]`: parts of the flow that a branch of rate t carries. `cost[t, layers]`: its price. The second
+    result is by the parts still to cover and by layers.
     """
     able = parts > 0
     cost = np.where(able[:, None], cost, np.inf)

@@ -32,9 +32,9 @@ _LEAST_SHARE = 1e-7
 #: Most links: the maximum flow of a larger network is not balanced. Seconds of the solver for it.
 _MOST_LINKS = 3000
 _MOST_S = 2.0
-#: Least share of a link in an even flow: smaller ones are rounding. Solutions of its potentials at most.
+#: Least share of a link in an even flow: smaller ones are rounding. Most solutions for its potentials.
 _LEAST_EVEN_SHARE, _MOST_POTENTIALS = 1e-6, 10
-#: Leak of a vertex, and the fastest link over the fastest node, in an even flow: bounds against rounding.
+#: Bounds against rounding in an even flow: leak of a vertex; fastest link over fastest node.
 _LEAK_SHARE, _MOST_LINK_FACTOR = 1e-12, 1e4
 #: The limits of `balanced` leave room for the rounding of the maximum flow.
 _ROOM_FACTOR = 1.0 + 1e-9
@@ -167,10 +167,10 @@ class PlacementFlows:
         return self._first(placement)[0]
 
     def balanced(self, placement: Placement) -> Flow:
-        """Return the most even of all maximum flows; as it came where the solver finds no optimum.
+        """Return the most even of all maximum flows; any of them if the solver finds no optimum.
 
-        Of all flows of the highest value it has the least sum of f^2 / capacity over nodes and links, so that
-        replicas share their load by speed: a first maximum flow leaves idle what it does not need.
+        The most even one has the least sum of f^2 / capacity over nodes and links, so that replicas share
+        their load by speed. A first maximum flow would leave replicas idle that it does not need.
         """
         flow, edges = self._first(placement)
         if flow.tokens_per_s <= 0.0 or len(edges) > _MOST_LINKS:

@@ -133,7 +133,10 @@ def _cheapest_cover(
 def highest_flow(
     cluster: PlaceCluster, limits: SolveLimits, most: float, start: Placement | None = None
 ) -> tuple[float, Placement | None]:
-    """Return the bound, `most` at first, and the best placement met from `start` on, None without one."""
+    """Return a bound on the flow of any placement, and the best placement found, None without one.
+
+    The search begins with the bound `most` and the placement `start`.
+    """
     layers, groups, program = cluster.model.layers, cluster.groups(), LinearProgram()
     # Columns of the count and the flow by (group, first layer, length).
     columns: dict[tuple[int, int, int], tuple[int, int]] = {}

@@ -1,6 +1,6 @@
 """Placements by simple rules, to start a search from and to compare with.
 
-Each gives a placement that fits every node, or None where its rule cannot be followed.
+Each gives a placement that fits every node, or None if its rule cannot be followed.
 
 - Swarm (Ryabinin et al., ICML 2023): equal stages, as long as the smallest machine can hold; the next fastest
   machine joins the stage with the least throughput.
@@ -35,7 +35,7 @@ def swarm(cluster: PlaceCluster) -> Placement | None:
 
 
 def petals(cluster: PlaceCluster, rng: random.Random) -> Placement:
-    """Return every machine where throughput is least, in random order."""
+    """Place machines in random order, each with all it can hold at the layers with the least throughput."""
     layers = cluster.model.layers
     rates = [0.0] * layers
     placement: Placement = {}
@@ -67,7 +67,10 @@ def _pipelines(cluster: PlaceCluster, *, by_region: bool) -> Placement | None:
 
 
 def chains(cluster: PlaceCluster, rng: random.Random) -> Placement:
-    """Return machines in random order by region, each with all it can hold and its pipeline still needs."""
+    """Place machines in random order by region, one pipeline after the other.
+
+    Each holds all it can of the layers that its pipeline still lacks.
+    """
     layers = cluster.model.layers
     regions = sorted({node.region for node in cluster.nodes})
     rng.shuffle(regions)

@@ -125,7 +125,7 @@ class PlaceCluster:
         return self.model.token_bytes if outside else self.model.activation_bytes
 
     def link_rate(self, edge: Edge) -> float:
-        """Return the tokens/s that a link carries, 0 where there is none."""
+        """Return the tokens/s that a link carries, 0 if there is none."""
         link = self.links.get(edge)
         return 0.0 if link is None else link.bytes_per_s / self.link_bytes(edge)
 

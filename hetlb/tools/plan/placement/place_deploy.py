@@ -86,7 +86,7 @@ def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder
 def vllm_plan(
     cluster: PlaceCluster, placement: Placement, flow: Flow, separate: Placement | None
 ) -> dict[str, Any] | None:
-    """Return the same machines as vLLM servers with pipeline parallelism, None where there are none.
+    """Return the same machines as vLLM servers with pipeline parallelism, None if there are none.
 
     They are the plan's own pipelines where these share no machine and hold whole stages, else `separate`.
     """

@@ -164,7 +164,7 @@ def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
 
 
 def load_placement(path: Path, cluster: PlaceCluster) -> Placement:
-    """Read a placement: `{node: [first, end]}`. Raises `ConfigError` where it does not fit the cluster."""
+    """Read a placement: `{node: [first, end]}`. Raises `ConfigError` if it does not fit the cluster."""
     raw = read_object(path)
     nodes = {node.name: node for node in cluster.nodes}
     placement: Placement = {}

@@ -139,7 +139,7 @@ def plan_placement(
     given: Placement | None = None,
     on_phase: OnPhase | None = None,
 ) -> PlacePlan:
-    """Search for a placement, or evaluate a given one. Raises `PlanError` where no token gets through."""
+    """Search for a placement, or evaluate a given one. Raises `PlanError` if no token gets through."""
     seconds, cluster = limits.left_s, simulator.cluster
     bound = flow_bound(cluster, limits.within(_BOUND_SHARE * seconds))
     searching = limits.within((_GIVEN_SHARE if given is not None else _SEARCH_SHARE) * seconds)

@@ -44,27 +44,28 @@ Layout = list[Interval]
 #: without.
 _ENDS_JUDGED = (0.1, 0.65)
 _ENDS_ALONE = (0.3, 1.0)
-#: Restarts of the annealing, each with its share of the time.
+#: Restarts of the annealing, with a judge and without. They share the time equally.
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 1, 4
 #: Simple rules that a plan is compared with.
 BASELINES = ("swarm", "separate-pipelines", "petals")
 #: Places tried for each machine that a construction leaves over.
 _PLACES = 8
-#: Most machines: with more the integer program cannot prove the highest flow in seconds.
+#: Most machines for the integer program, which cannot prove the highest flow of more in seconds.
 _EXACT_NODES = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
 #: Weight of coverage of layers among placements of equal flow.
 _COVER_WEIGHT = 0.1
-#: Simulated candidates, at least and at most.
+#: Fewest and most simulated candidates.
 _FEWEST_LISTED, _MOST_LISTED = 2, 80
-#: Seconds of the first window of a simulation; the cost of a race's rounds, in first windows.
+#: Seconds of the first window of a simulation. Cost of all rounds of a race, in first windows.
 FIRST_WINDOW_S = 20.0
 _ROUNDS_COST = 2.5
-#: Relative error of a difference of simulations, times their window in seconds: short ones are of transients.
+#: Relative error of the difference of two simulations, times their window in seconds. Short windows show
+#: transients.
 DOUBT_S = 2.0
-#: Least share of a bound: the highest flow of blocks is looked for above it.
+#: Share of the bound from which on the highest flow of blocks is searched.
 _LEAST_SHARE = 0.3
 
 
@@ -107,7 +108,10 @@ class PlacementsFound:
 
 
 def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, float]:
-    """Return the order of candidates: the longest simulated, which were the better half, come first."""
+    """Return a sort key by simulated throughput.
+
+    Candidates with longer simulations rank higher, as they were the better half before.
+    """
     return (
         candidate.window_s,
         candidate.simulated or 0.0,
@@ -121,7 +125,10 @@ def _by_flow(candidate: PlacementCandidate) -> tuple[float, float, float]:
 
 
 def _surely_better(one: PlacementCandidate, rule: PlacementCandidate) -> bool:
-    """Return True if a candidate leads a rule by more than what their last common window may be off by."""
+    """Return True if a candidate is better than a rule by more than the error of a simulation.
+
+    Both figures are of the longest window that both have.
+    """
     assert rule.simulated is not None, "expected a simulated rule"
     window_s = min(one.window_s, rule.window_s)
     return one.by_window.get(window_s, 0.0) > rule.by_window[window_s] * (1.0 + DOUBT_S / window_s)
@@ -150,7 +157,7 @@ class PlacementSearch:
         self._estimator = estimator
         self._judge = judge
         self._first_s, self._longest_s = min(FIRST_WINDOW_S, longest_s), longest_s
-        #: Most seconds that a first window took.
+        #: Most seconds that a simulation over the first window took.
         self._cost_s = 0.0
         self._quality: Callable[[PlacementCandidate], tuple[float, ...]]
         self._quality = _by_flow if judge is None else _by_throughput
@@ -159,10 +166,10 @@ class PlacementSearch:
         self._progress = progress or (lambda phase, best: None)
         self._flows = PlacementFlows(cluster)
         self._most = [cluster.most_layers(node) for node in cluster.nodes]
-        #: Placements with their flows, and estimates of all that annealing met.
+        #: Candidates by their layouts (nodes alike in order), and estimates of all layouts met.
         self._known: dict[tuple[Interval, ...], PlacementCandidate] = {}
         self._estimates: dict[tuple[Interval, ...], float] = {}
-        #: Nodes of each class that may be exchanged: one order of their intervals stands for all.
+        #: Classes of several interchangeable nodes. One order of their intervals stands for all orders.
         self._alike = [own for own in _classes(cluster) if len(own) > 1]
 
     def run(self, limits: SolveLimits) -> PlacementsFound:
@@ -284,7 +291,7 @@ class PlacementSearch:
         return list(accumulate(changes[:-1]))
 
     def _score(self, layout: Layout) -> float:
-        """Return the flow, and a little for the layer with the least throughput."""
+        """Return the flow, plus a small weight for the layer with the least throughput."""
         return self._flows.value(layout) + _COVER_WEIGHT * min(self._cover(layout))
 
     # --- annealing ---
@@ -328,7 +335,10 @@ class PlacementSearch:
         return candidate
 
     def _ordered(self, layout: Layout) -> Layout:
-        """Return the layout with the intervals of nodes alike in order."""
+        """Return the layout in its normal form: in each class of interchangeable nodes, intervals are sorted.
+
+        Two layouts that differ only by an exchange of such nodes have the same form.
+        """
         ordered = layout[:]
         for own in self._alike:
             for node, interval in zip(own, sorted(layout[node] for node in own), strict=True):
@@ -336,7 +346,7 @@ class PlacementSearch:
         return ordered
 
     def _estimate(self, layout: Layout) -> float:
-        """Return an estimate of the output tokens/s, without the exact flow of a candidate."""
+        """Return an estimate of the output tokens/s. It takes an even flow in place of the exact one."""
         key = tuple(self._ordered(layout))
         found = self._estimates.get(key)
         if found is None:
@@ -347,9 +357,9 @@ class PlacementSearch:
     def _anneal(
         self, layout: Layout, score: Callable[[Layout], float], limits: SolveLimits, heat: tuple[float, float]
     ) -> Layout:
-        """Anneal; return the best layout met, without any time the one given.
+        """Change a layout by simulated annealing. Return the best one met; without time, the given one.
 
-        Temperatures are `heat`, first to last, times the score at the beginning.
+        The temperature falls from `heat[0]` to `heat[1]`, each times the score at the beginning.
         """
         seconds, rng = limits.left_s, self._rng
         best, most = layout, score(layout)
@@ -486,7 +496,7 @@ class PlacementSearch:
             racing.sort(key=_by_throughput, reverse=True)
 
     def _shortlist(self, count: int) -> list[PlacementCandidate]:
-        """Return the best by estimate; they differ in three nodes or more."""
+        """Return the best `count` layouts by estimate. Any two of them differ in three nodes or more."""
         listed: list[PlacementCandidate] = []
         for key in sorted(self._estimates, key=lambda each: -self._estimates[each]):
             if len(listed) == count:
