@@ -277,7 +277,7 @@ def test_a_decomposition_without_a_plan_leaves_one_program_the_same_end_of_the_t
 
     clock = itertools.count()
     monkeypatch.setattr(decompose, "solve_directly", one_program)
-    monkeypatch.setattr(decompose.Decomposition, "_choose", lambda search, rate: None)
+    monkeypatch.setattr(decompose.Decomposition, "_choose", lambda search, rate, limits: None)
     decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
     assert ends == [looks]
 

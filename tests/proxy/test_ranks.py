@@ -75,7 +75,7 @@ async def test_chats_find_their_prefixes_as_at_as_many_servers_of_one_engine(tmp
             folder = tmp_path / f"{servers}-{run}"
             folder.mkdir()
             shares.append(await hit_share(folder, servers, ranks))
-    assert statistics.fmean(alone) > 0.5
+    assert statistics.fmean(alone) > 0.4
     assert statistics.fmean(ranked) >= 0.85 * statistics.fmean(alone)
 
 

@@ -323,7 +323,7 @@ def _served_when_full(able: Sequence[Instance], recent: Recent, model: str, now:
     full_s = now - first * BIN_S
     shares = recent.last((last + 1 - first) * BIN_S, now).shares
     ended = sum(shares[each.name].ended for each in able if each.name in shares)
-    if full_s < BIN_S or (ended < _LEAST_ENDED and full_s < ARRIVALS_S - 2.0 * BIN_S):
+    if full_s < BIN_S or (0 < ended < _LEAST_ENDED and full_s < ARRIVALS_S - 2.0 * BIN_S):
         return math.inf
     since = [lease.dispatched_at for each in able for lease in each.leases.values()]
     age_s = now - min(since, default=0.0)

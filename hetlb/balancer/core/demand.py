@@ -132,7 +132,7 @@ class Mix:
         self.count = 0
         self._measured = (0.0, 0.0, 0.0, 0.0)
         self._costs: dict[EngineKind, Costs] = {}
-        #: Kinds of instances when those of none were forgotten last.
+        #: Kinds with an instance as kinds were forgotten last.
         self._used = 0
         #: Facts by the `id` of a sequence of instances. They hold the sequence, so that no other gets its
         #: `id`.

@@ -115,7 +115,7 @@ class WholeChoice(FinishedChoice):
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 
 
-class AnswerUsage(msgspec.Struct):
+class WholeUsage(msgspec.Struct):
     """Token counts of a whole answer by an engine, without details."""
 
     completion_tokens: _Count
@@ -129,7 +129,7 @@ class AnswerFields(msgspec.Struct):
     """Fields of a whole answer to a chat or a completion."""
 
     choices: list[WholeChoice]
-    usage: AnswerUsage
+    usage: WholeUsage
     model: str = ""
     error: msgspec.Raw = msgspec.Raw(b"")
 
