@@ -39,15 +39,14 @@ class Exploration:
 
     def sequences(self, leases: Mapping[LeaseId, Lease], now: float) -> float:
         """Return the sequences that it may run at once. `leases` are its leases, the oldest first."""
+        least, waited_s = self.least_sequences, 0.0
         if self.likely:
-            return self.likely
-        waited_s = 0.0
+            return least
         for oldest in leases.values():
             if oldest.request.sequences:
                 waited_s = 0.0 if oldest.first_token_at is not None else now - oldest.dispatched_at
                 break
-        by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
-        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
+        return max(least, _UNEXPLORED_SEQUENCES * math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S)))
 
     def first_token(self, lease: Lease, now: float, *, told: bool) -> None:
         """Count the first token of a lease. `told`: the engine reports its figures, or its slots are stated.

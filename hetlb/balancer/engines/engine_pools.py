@@ -158,13 +158,18 @@ class EnginePool(Upstream):
         """Note that the engine closed or refused a connection: another process may answer next."""
         self._lost = True
 
+    @property
+    def _unsure(self) -> bool:
+        """True if the engine's models are to be read again."""
+        return self._lost and self._on_reconnect is not None
+
     def put_back(self, connection: EngineConnection) -> None:
         """Keep the connection of a cleanly ended answer for a while.
 
         Not while the engine's models are to be read again: its next connection asks for them.
         """
-        now, unsure = self._now(), self._lost and self._on_reconnect is not None
-        if self.closed or unsure or now - connection.made_at > self._most_age_s:
+        now = self._now()
+        if self.closed or self._unsure or now - connection.made_at > self._most_age_s:
             connection.close()
             return
         connection.idle_since = now
@@ -230,7 +235,7 @@ class EnginePool(Upstream):
             if end is not None:
                 self._lost = True
                 carried.engine_failed(end, detail)
-            elif self._lost and self._on_reconnect and connection.made_at - self._looked_at >= _LOOKED_S:
+            elif self._unsure and connection.made_at - self._looked_at >= _LOOKED_S:
                 self._check(carried, connection)
             else:
                 connection.begin(carried)

@@ -31,17 +31,9 @@ class EngineAnswer:
     """
 
     __slots__ = (
-        "_fields",
-        "_looked_bytes",
-        "_tokens",
-        "_transfers",
-        "head",
-        "kept",
-        "length",
-        "stream",
-        "tail",
+        "_fields", "_looked_bytes", "_tokens", "_transfers", "head", "kept", "length", "stream", "tail",
         "whole_only",
-    )
+    )  # fmt: skip
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
