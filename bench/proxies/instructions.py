@@ -176,10 +176,13 @@ async def measure(args: argparse.Namespace) -> None:
             trees[name] = args.root / value
         keys: dict[str, object] = {key: {"true": True, "false": False}.get(value, value)} if key else {}
         await instructions(trees[name], keys, [(1, 2)])  # compiles what is not compiled
+        count = args.connections
         none = await instructions(trees[name], keys, [(8, 2)] * 8)
-        chunks = await instructions(trees[name], keys, [(8, 2), (1, args.chunks)] * 8) - none
-        plain = await instructions(trees[name], keys, [(8, 2), (args.requests, 0)] * 8) - none
-        each = f"chunk {chunks / 8 / args.chunks:.0f}, plain {plain / 8 / args.requests:.0f}"
+        plain = await instructions(trees[name], keys, [(8, 2)] * 8 + [(args.requests, 0)] * count) - none
+        each = f"plain {plain / count / args.requests:.0f}"
+        if args.chunks:
+            chunks = await instructions(trees[name], keys, [(8, 2), (1, args.chunks)] * 8) - none
+            each = f"chunk {chunks / 8 / args.chunks:.0f}, {each}"
         with_ids = f"{streams[True]} of {sum(streams.values())} streams with token ids"
         print(f"{variant}: {each}, {with_ids}", flush=True)
         streams.update({True: 0, False: 0})
@@ -188,9 +191,10 @@ async def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="User instructions of a chunk and of a plain request.")
     parser.add_argument("variants", nargs="+", metavar="NAME=TREE or NAME:KEY=VALUE")
-    parser.add_argument("--chunks", type=int, default=1000, help="of each of 8 streams")
+    parser.add_argument("--chunks", type=int, default=1000, help="of each of 8 streams; 0 counts none")
     parser.add_argument("--spelling", choices=SPELLINGS, default="vllm", help="of the streams")
-    parser.add_argument("--requests", type=int, default=200, help="of each of 8 connections")
+    parser.add_argument("--connections", type=int, default=8, help="with plain requests")
+    parser.add_argument("--requests", type=int, default=200, help="of each of these connections")
     args = parser.parse_args()
     args.root = Path.cwd()
     global spelling

@@ -12,7 +12,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:
     """A request that ended at `at`, with the facts that are taken down."""
     took_s, ttft_s = more.get("took_s", 1.0), more.get("ttft_s", 0.25)
-    request = Request(1, "m", 100, sequences=more.get("sequences", 1))
+    request = Request(1, "m", 100, sequences=more.get("sequences", 1), client=more.get("client", ""))
     lease = Lease(
         1,
         request,

@@ -15,6 +15,7 @@ from proxy.rows import ended
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
 from hetlb.balancer.admin.rare_causes import CauseLog
+from hetlb.balancer.core.evidence.clients import client_of
 from hetlb.balancer.core.exploration import Exploration
 from hetlb.balancer.core.facts import AdminStateSet, EngineSample, Probed, ProbeResult, SpeedTried
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
@@ -309,6 +310,31 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
     found = fleet.look()
     assert (found["state"], causes(found)) == ("busy", [("client_errors", "")])
     assert not any(each.evidence.answers.doubted for each in fleet.scheduler.instances)
+
+
+@pytest.mark.parametrize(
+    ("failing", "at", "others", "expected"),
+    [
+        (["p"], "abc", 20, ("busy", [("client_errors", "")])),
+        (["p"], "a", 20, ("degraded", [("fails", "a")])),  # it was nowhere else
+        (["p", "q"], "abc", 20, ("degraded", [("fails", "a"), ("fails", "b"), ("fails", "c")])),
+        (["p"], "abc", 0, ("degraded", [("fails", "a"), ("fails", "b"), ("fails", "c")])),
+    ],
+)
+def test_failures_of_one_client_alone_say_nothing_of_the_servers(
+    failing: list[str], at: str, others: int, expected: tuple[str, list[tuple[str, str]]]
+) -> None:
+    fleet = Watched()
+    for each in fleet.scheduler.instances:
+        for _ in range(others):
+            fleet.recent.finished(ended(fleet.now, instance=each.name, client="good"))
+        for client in failing if each.name in at else ():
+            for _ in range(4):
+                lost = ended(fleet.now, instance=each.name, client=client, outcome=Outcome.UPSTREAM_ERROR)
+                fleet.recent.finished(lost)
+                fleet.scheduler.fleet.account().clients.lost(client_of(lost.request), each.incarnation)
+    found = fleet.look()
+    assert (found["state"], sorted(causes(found))) == expected
 
 
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:

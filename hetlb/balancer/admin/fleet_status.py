@@ -247,14 +247,19 @@ def _causes_of(
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     last = recent.last(FAILING_S, now)
-    failing = last.shares
+    failing = {each.name: last.shares[each.name] for each in instances if each.name in last.shares}
+    losses = scheduler.fleet.losses
+    found: list[StateCause | None] = []
+    if losses is not None and any(each.failures for each in failing.values()):
+        from hetlb.balancer.admin.rare_causes import of_client
+
+        found.append(of_client(list(failing.values()), losses.clients))
     paces = {each.name: recent.pace(each.name) for each in instances}
     odd = [each for each in instances if may_have_one(each, failing.get(each.name), paces[each.name], now)]
-    found: list[StateCause | None] = []
     if odd:
         from hetlb.balancer.admin.rare_causes import of_instance
 
-        found = [
+        found += [
             of_instance(each, failing.get(each.name), paces[each.name], now, recent.lag_s) for each in odd
         ]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
@@ -273,7 +278,6 @@ def _causes_of(
         from hetlb.balancer.admin.rare_causes import of_processes
 
         found += of_processes(instances)
-    losses = scheduler.fleet.losses
     if losses is not None and losses.kinds.by_key:
         from hetlb.balancer.admin.rare_causes import of_kinds
 

@@ -21,6 +21,7 @@ from hetlb.balancer.admin.causes import (
     waiting_words,
 )
 from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.evidence.clients import ClientAnswers
 from hetlb.balancer.core.evidence.kinds import KindKey, RefusedKind
 from hetlb.balancer.core.evidence.slowness import own_share
 from hetlb.balancer.core.evidence.table import KEY_REFUSED, KEY_STATUSES
@@ -30,7 +31,7 @@ from hetlb.balancer.core.speed import SLOW_FACTOR
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.engines.engine_mistakes import REFUSED, START, small_cache, without_load
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.recent import InstanceShare, Recent
+from hetlb.balancer.telemetry.recent import InstanceShare, Recent, add_counts
 
 logger = logging.getLogger("hetlb.status")
 
@@ -303,6 +304,27 @@ def of_refusals(recent: Recent, now: float) -> StateCause | None:
     sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
     sentence += f" (mostly {mostly})" if mostly else ""
     return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
+
+
+def of_client(shares: Sequence[InstanceShare], clients: ClientAnswers) -> StateCause | None:
+    """Take the failures of the one client that no instance answers out of `shares`, if others are answered.
+
+    Return its cause, None if there is no such client or it has few failures.
+    """
+    failures: dict[str, int] = {}
+    for each in shares:
+        add_counts(failures, each.failures)
+    everywhere = [client for client in failures if clients.fails_everywhere(client)]
+    if len(everywhere) != 1 or all(each.failed == each.ended for each in shares):
+        return None
+    [client] = everywhere
+    for each in shares:
+        each.failures.pop(client, None)
+    if failures[client] < LEAST_FAILED:
+        return None
+    sentence = f"no server answers one client: {failures[client]} of its requests failed in the last"
+    advice = "Look in the request log which client it is, and what it sends."
+    return StateCause("client_errors", "", f"{sentence} {FAILING_S:.0f} s", advice)
 
 
 def of_processes(among: Sequence[Instance]) -> list[StateCause]:

@@ -8,6 +8,7 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from hetlb.balancer.core.evidence.clients import session_of
 from hetlb.balancer.core.types import CAUSES, Outcome
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
@@ -47,16 +48,22 @@ def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
 
 
 class InstanceShare:
-    """Requests of one instance: all that ended, the failures that it caused, and their tokens."""
+    """Requests of one instance: all that ended, and their tokens; by client's session, the failed ones."""
 
-    __slots__ = ("ended", "failed", "output_tokens", "prompt_tokens")
+    __slots__ = ("ended", "failures", "output_tokens", "prompt_tokens")
 
     def __init__(self) -> None:
-        self.ended = self.failed = self.prompt_tokens = self.output_tokens = 0
+        self.ended = self.prompt_tokens = self.output_tokens = 0
+        self.failures: dict[str, int] = {}
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed by an engine's doing."""
+        return sum(self.failures.values())
 
     def add(self, other: InstanceShare) -> None:
         self.ended += other.ended
-        self.failed += other.failed
+        add_counts(self.failures, other.failures)
         self.prompt_tokens += other.prompt_tokens
         self.output_tokens += other.output_tokens
 
@@ -183,7 +190,8 @@ class Recent:
         first_byte_at, tokens = record.first_byte_at, lease.output_tokens
         share = stretch.share(lease.instance)
         share.ended += 1
-        share.failed += CAUSES[name] == "engine"
+        if CAUSES[name] == "engine":
+            add_counts(share.failures, {session_of(record.request): 1})
         share.prompt_tokens += record.prompt_tokens_total
         share.output_tokens += tokens
         if outcome is not _OK:

@@ -91,6 +91,11 @@ class ClientAnswers:
             return min(lost, 1.0)
         return lost * (1.0 - least)
 
+    def fails_everywhere(self, client: str) -> bool:
+        """Return True if a client is known to be answered well by no instance, and was at several."""
+        counts = self.known.get(client, {}).values()
+        return len(counts) > 1 and all(well <= _LEAST * lost for well, lost in counts)
+
     def age(self, keep: float) -> None:
         """Multiply all counts by `keep`."""
         for client in list(self.known):
