@@ -45,8 +45,8 @@ def events(body: bytes) -> list[bytes]:
 
 def sweep(proxy: Any) -> None:
     """What the driver does twice a second, now."""
-    proxy.driver._sweeper.close()
-    proxy.driver._sweeper.fire()
+    proxy.driver.sweeper.close()
+    proxy.driver.sweeper.fire()
 
 
 async def waiting(proxy: Any) -> None:

@@ -21,7 +21,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
-from hetlb.balancer.exchange.driver_timers import StallWatch, Sweeper
+from hetlb.balancer.exchange.driver_timers import Sweeper
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
@@ -93,8 +93,7 @@ class Driver:
         self.loop = loop
         self.now = loop.time
         self.counted = Totals()
-        self.stalls = StallWatch(loop)
-        self._sweeper = Sweeper(loop, self.swept)
+        self.sweeper = Sweeper(loop, self.swept)
         self._make_splits = make_splits
         self.table = table
         self.token_estimator = token_estimator
@@ -114,7 +113,7 @@ class Driver:
         self._next_id: RequestId = 1
         #: Turns of the event loop for answers that go on at another instance.
         self.turns = turns(loop)
-        self.pools = EnginePools(loop, table, access, self.stalls.since)
+        self.pools = EnginePools(loop, table, access, self.sweeper.stalled_since)
         self.guard = Guard(self)
         #: None while no instance has ever taken part in a split.
         self.splits: Splits | None = None
@@ -372,8 +371,7 @@ class Driver:
     def close(self) -> None:
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
-        self.stalls.close()
-        self._sweeper.close()
+        self.sweeper.close()
         if self.splits is not None:
             self.splits.stop()
         self.scheduling.close()

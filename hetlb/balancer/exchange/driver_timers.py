@@ -1,4 +1,4 @@
-"""Timers of the driver of a process: its sweeps, its stalls, and the rate at which its requests end."""
+"""Timers of the driver of a process: its sweeps, and the rate at which its requests end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hetlb.balancer.core.rate import RecentRate
 
 #: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
-#: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls.
+#: Lateness of that look, in seconds, that shows that this process stood still.
 STALL_S: Final = 0.25
-BEAT_S: Final = 0.1
 #: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
 #: Requests that end within these seconds are counted at once.
@@ -56,54 +55,40 @@ class DrainRate:
         return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
 
 
-class StallWatch:
-    """Watch for standstills of this process: its bytes were not read meanwhile, and no engine was slow."""
-
-    __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._stalled_at = -math.inf
-        self._due = loop.time() + BEAT_S
-        self._beater = loop.call_at(self._due, self._beat)
-
-    def since(self, then: float) -> bool:
-        """Return True if it stood still for a while since `then`."""
-        self._look()  # the timer is as late as this call
-        return self._stalled_at >= then
-
-    def close(self) -> None:
-        self._beater.cancel()
-
-    def _look(self) -> float:
-        """Note a stall; return the time."""
-        now = self._loop.time()
-        if now - self._due > STALL_S:
-            self._stalled_at = now
-        return now
-
-    def _beat(self) -> None:
-        self._due = self._look() + BEAT_S
-        self._beater = self._loop.call_at(self._due, self._beat)
-
-
 class Sweeper:
-    """Timer of a process's sweeps: it calls `sweep` twice a second, with its lateness in seconds."""
+    """Timer of a process's sweeps, and its watch for standstills.
 
-    __slots__ = ("_due", "_loop", "_sweep", "_timer")
+    Example: a timer that comes 0.3 s late shows that this process stood still. Its bytes were not read
+    meanwhile, and no engine was slow.
+    """
+
+    __slots__ = ("_due", "_loop", "_stalled_at", "_sweep", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sweep: Callable[[float], None]) -> None:
+        """`sweep` is called each `SWEEP_S` with the lateness of the call in seconds."""
         self._loop = loop
         self._sweep = sweep
+        self._stalled_at = -math.inf
         self._timer = loop.call_later(SWEEP_S, self.fire)
         self._due = perf_counter() + SWEEP_S
 
     def fire(self) -> None:
         """Sweep now, and again in `SWEEP_S`."""
         self._timer = self._loop.call_later(SWEEP_S, self.fire)
-        clock = perf_counter()
-        late_s, self._due = max(0.0, clock - self._due), clock + SWEEP_S
+        late_s, self._due = self._late_s(), perf_counter() + SWEEP_S
         self._sweep(late_s)
+
+    def stalled_since(self, then: float) -> bool:
+        """Return True if this process stood still for a while since a time of its event loop."""
+        self._late_s()
+        return self._stalled_at >= then
 
     def close(self) -> None:
         self._timer.cancel()
+
+    def _late_s(self) -> float:
+        """Return how late the timer is by now, in seconds; note a standstill."""
+        late_s = max(0.0, perf_counter() - self._due)
+        if late_s > STALL_S:
+            self._stalled_at = self._loop.time()
+        return late_s

@@ -56,7 +56,7 @@ class Relocations:
     def sweep(self, now: float) -> None:
         """Check which instances work, and send elsewhere the requests that wait at others."""
         scheduler, driver = self._scheduler, self._driver
-        if driver.stalls.since(now - _OWN_STALL_S):
+        if driver.sweeper.stalled_since(now - _OWN_STALL_S):
             return  # bytes that came meanwhile are not read yet
         if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
             unread = [(lease.id, driver.features(lease)) for lease in scheduler.failover.unread(now)]

@@ -210,7 +210,7 @@ class SchedulerDriver:
         if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
             if now - tokens_at(driver).get(change.name, -math.inf) < _EMITS_S:
                 return  # busy, not dead: its probes wait behind its work
-            if driver.stalls.since(now - self.probe_timeout_s):
+            if driver.sweeper.stalled_since(now - self.probe_timeout_s):
                 return  # the probe may have been answered while this process stood still
         commands = self.scheduler.on_instance(change, now)
         if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):

@@ -287,7 +287,7 @@ class Split(Attempt):
         self._hold = lease.hold
         now = lease.dispatched_at
         begun_at = self._prefill.dispatched_at
-        read_at = begun_at if self.driver.stalls.since(begun_at) else now
+        read_at = begun_at if self.driver.sweeper.stalled_since(begun_at) else now
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),

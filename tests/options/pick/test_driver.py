@@ -11,7 +11,7 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.facts import AdminStateSet, EngineSample
 from hetlb.balancer.core.types import AdminState, Capacity, Dispatch, Outcome, Places, Request
-from hetlb.balancer.exchange.driver_timers import StallWatch
+from hetlb.balancer.exchange.driver_timers import Sweeper
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.pick_driver import MOST_RANKED_INSTANCES, PickDriver
 
@@ -53,7 +53,7 @@ async def test_an_engine_whose_counters_stand_still_gets_trials_alone(
     )
     held = dispatched(scheduler.on_arrival(request(1, streamed=True), driver.now()))
     clock = begun = driver.now()
-    monkeypatch.setattr(StallWatch, "since", lambda self, then: False)
+    monkeypatch.setattr(Sweeper, "stalled_since", lambda self, then: False)
     monkeypatch.setattr(driver, "now", lambda: clock)
     while clock < begun + 10.0:
         clock += 0.5
