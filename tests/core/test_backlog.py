@@ -180,6 +180,19 @@ def test_a_prompt_that_no_instance_takes_any_more_is_turned_down() -> None:
     check_scheduler(scheduler)
 
 
+def test_a_capacity_that_is_known_already_changes_nothing() -> None:
+    """Each look at an engine tells it: a fleet of a thousand sorts its instances by model for news alone."""
+    scheduler = make_scheduler([spec("a")])
+    [model] = scheduler.fleet.ready
+    known, sorted_anew = scheduler.fleet.ready[model], []
+    for now, longest in ((1.0, 1000), (2.0, 1000), (3.0, None), (4.0, 2000), (5.0, 2000)):
+        scheduler.on_instance(CapacityLearned("a", Capacity(max_model_len=longest)), now)
+        if scheduler.fleet.ready[model] is not known:
+            known = scheduler.fleet.ready[model]
+            sorted_anew.append(now)
+    assert sorted_anew == [1.0, 4.0]
+
+
 def full(policy: str = "hetlb", places: int = 2, **more: object) -> tuple[Scheduler, list[Lease]]:
     """One instance whose places are taken by requests from 0 on, and their leases."""
     capacity = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=places)

@@ -27,7 +27,7 @@ from hetlb.balancer.fleet import admin_listener
 
 
 def leaving(running: Any) -> list[str]:
-    return [each.name for each in running.service.scheduling.fleet.targets() if each.leaves_at is not None]
+    return [each.name for each in running.service.scheduler.instances if each.leaves_at is not None]
 
 
 async def test_health_and_readiness(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hetlb.balancer.core.instance import (
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.speed import MOST_UNPROFILED_FACTOR, SpeedTracker
-from hetlb.balancer.core.types import InstanceSpec, Lease, Request
+from hetlb.balancer.core.types import Capacity, InstanceSpec, Lease, Request
 
 #: Sequences, and a share of the own ones, that an engine may report more than hetlb sent.
 _FOREIGN_SLACK: Final = 2
@@ -73,6 +73,14 @@ def learn_models(instance: Instance, models: tuple[str, ...], adapters: tuple[st
         slots.begin(lease.request.model)
 
 
+def learn_capacity(instance: Instance, newer: Capacity) -> bool:
+    """Take over what an engine says of its capacity. Return False if that is no news."""
+    if instance.capacity.updated(newer) is instance.capacity:
+        return False
+    instance.learn_capacity(newer)
+    return True
+
+
 def learn_sample(instance: Instance, sample: EngineSample, now: float) -> None:
     """Take over a scrape, unless it lacks a figure that a fresh earlier one has.
 
@@ -82,13 +90,13 @@ def learn_sample(instance: Instance, sample: EngineSample, now: float) -> None:
     last, last_at = instance.sample, instance.sample_at
     if last is None and sample.running is None and sample.waiting is None and sample.kv_usage is None:
         # A page without figures does not count as one, since answers tell more. It still names the engine.
-        instance.learn_capacity(sample.capacity)
+        learn_capacity(instance, sample.capacity)
         instance.engine = sample.engine or instance.engine
         return
     if last is not None and last_at is not None and now - last_at <= SIGNAL_STALE_S:
         pairs = ((sample.running, last.running), (sample.waiting, last.waiting))
         if any(new is None and old is not None for new, old in (*pairs, (sample.kv_usage, last.kv_usage))):
-            instance.learn_capacity(sample.capacity)
+            learn_capacity(instance, sample.capacity)
             return
     instance.touched()
     instance.sample, instance.slot_times = sample, None
@@ -106,7 +114,7 @@ def learn_sample(instance: Instance, sample: EngineSample, now: float) -> None:
         if now > instance.speed.last:
             instance.elapsed(now)
         instance.sample_mark = instance.speed.mark()
-    instance.learn_capacity(sample.capacity)
+    learn_capacity(instance, sample.capacity)
     instance.engine = sample.engine or instance.engine
     if instance.adapters is not None and sample.adapters is not None:
         instance.adapters.told(sample.adapters)

@@ -466,7 +466,8 @@ class Scheduler:
                 return []
             return fleet.health_changed(instance, now) + self.backlog.flush(now)
         elif isinstance(change, CapacityLearned):
-            instance.learn_capacity(change.capacity)
+            if not learning.learn_capacity(instance, change.capacity):
+                return []
         elif isinstance(change, AdminStateSet):
             instance.admin = change.state
             instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s

@@ -120,9 +120,16 @@ class Capacity(PickleByFields):
         return tokens if self.kv_need is None else self.kv_need.tokens(tokens)
 
     def updated(self, newer: Capacity) -> Capacity:
-        """Return this capacity with every figure that `newer` knows replaced by it."""
-        known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}
-        return replace(self, **{name: value for name, value in known.items() if value is not None})
+        """Return this capacity with each figure replaced that `newer` knows: itself if none differs."""
+        news: dict[str, Any] = {}
+        for name in _LIMITS:
+            value = getattr(newer, name)
+            if value is not None and value != getattr(self, name):
+                news[name] = value
+        return replace(self, **news) if news else self
+
+
+_LIMITS: Final = tuple(each.name for each in fields(Capacity))
 
 
 class Role(StrEnum):

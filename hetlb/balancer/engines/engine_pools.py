@@ -12,12 +12,13 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from hetlb.addresses import is_literal
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease
 from hetlb.balancer.engines.upstream import Carried, EngineConnection, SideCall, Upstream
 from hetlb.balancer.exchange import ends
@@ -36,16 +37,6 @@ _RESOLVED_S: Final = 60.0
 #: Seconds that a look at an engine's models holds, whatever connections it closes.
 _LOOKED_S: Final = 1.0
 _IDLE: Final = EngineState.IDLE
-
-
-class Target(NamedTuple):
-    """One incarnation of an instance, as its connections need it."""
-
-    name: str
-    incarnation: int
-    url: str
-    #: Time when it is gone, None without a notice.
-    leaves_at: float | None = None
 
 
 def local_trouble(error: OSError) -> bool:
@@ -322,9 +313,9 @@ class EnginePools:
             self._pools[url] = EnginePool(url, self._loop, PLAIN_ACCESS, self._table)
         return self._pools[url]
 
-    def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
+    def configure(self, table: ProxyTable, instances: Iterable[Instance]) -> None:
         self._table = table
-        names = {target.incarnation: target.name for target in targets}
+        names = {each.incarnation: each.name for each in instances}
         for key, pool in self._pools.items():
             if isinstance(key, str):
                 pool.configure(PLAIN_ACCESS, table)

@@ -495,11 +495,12 @@ class EngineWatch:
             told = "refuses the API key" if has_key else "wants an API key"
             self._tell_once(name, f"{told} ({status} at {_MODELS})")
             return (ProbeResult.LOADING, f"{KEY_REFUSED} ({status})") if has_key else (ProbeResult.OK, "")
-        if status == 200 and lists_nothing(body):
-            return ProbeResult.LOADING, _NO_MODEL
-        entries = read_model_list(body) if status == 200 else []
+        if status != 200:
+            return _unready(_MODELS, status, instance)
+        entries = read_model_list(body)
         if not entries:
-            return (ProbeResult.FAILED, _NO_LIST) if status == 200 else _unready(_MODELS, status, instance)
+            empty = lists_nothing(body)
+            return (ProbeResult.LOADING, _NO_MODEL) if empty else (ProbeResult.FAILED, _NO_LIST)
         self._told.pop(name, None)
         if seen.models_at == -math.inf:
             await self._read_version(name)

@@ -302,7 +302,7 @@ class Driver:
         if table.forward_headers != self.table.forward_headers:
             self.identify(self.forward_rules.own.decode("ascii"), table)
         self.table = table
-        self.pools.configure(table, self.scheduling.fleet.targets())
+        self.pools.configure(table, self.scheduling.scheduler.instances)
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         self.pools.open(incarnation, name, url)
@@ -312,9 +312,8 @@ class Driver:
 
     def instances_changed(self) -> None:
         """Close connections to instances that left. Prepare splits if an instance has `kv_transfer`."""
-        self.pools.drop_unused({target.incarnation for target in self.scheduling.fleet.targets()})
-
         scheduler = self.scheduling.scheduler
+        self.pools.drop_unused({each.incarnation for each in scheduler.instances})
         if self.splits is None and any(each.spec.kv_transfer for each in scheduler.instances):
             self.splits = self._make_splits(self, scheduler, self.scheduling.carry_out)
 
@@ -341,13 +340,13 @@ class Driver:
                     except Exception as error:
                         self.guard.ended(exchange, error)
         run = self.guard.run
-        targets = self.scheduling.fleet.targets()
-        if any(each.leaves_at is not None for each in targets):
+        instances = self.scheduling.scheduler.instances
+        if any(each.leaves_at is not None for each in instances):
             run(lambda: move_all_away(self, now), "moving requests away")
         run(lambda: self.pools.sweep(now), "sweeping connections")
-        live = {each.incarnation for each in targets}
+        live = {each.incarnation for each in instances}
         run(lambda: self.pools.drop_unused(live), "closing unused connections")
-        run(lambda: self.counted.keep({each.name for each in targets}), "counting")
+        run(lambda: self.counted.keep({each.name for each in instances}), "counting")
         run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
 
     # --- the end ---

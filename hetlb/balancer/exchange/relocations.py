@@ -135,7 +135,7 @@ class Relocations:
 
 def move_all_away(driver: Driver, now: float) -> None:
     """Move requests away from all instances that leave."""
-    for each in driver.scheduling.fleet.targets():
+    for each in driver.scheduling.scheduler.instances:
         if each.leaves_at is not None:
             move_away(driver, each.name, each.leaves_at, now)
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Health, Lease
-from hetlb.balancer.engines.engine_pools import Target
 
 
 class ServedFleet:
@@ -58,13 +57,6 @@ class ServedFleet:
         """Return True if an instance takes requests, False if it does not now, None if there is none."""
         known = self.scheduler.fleet.instances.get(instance)
         return None if known is None else not known.why_not
-
-    def targets(self) -> list[Target]:
-        """Return the engines that may get requests."""
-        return [
-            Target(each.name, each.incarnation, each.spec.url, each.leaves_at)
-            for each in self.scheduler.instances
-        ]
 
     def serves(self, lease: Lease) -> bool:
         """Return True if the instance of a lease serves its model."""
