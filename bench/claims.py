@@ -372,12 +372,9 @@ def converged() -> str:
 def equal_to_exhaustive() -> str:
     """Return in how many small clusters the search found the best plan."""
     rows = rows_of("split", "exhaustive")
-    searched = sum(row["search_equal"] for row in rows)
     least = min(row["search_req_s"] / row["exhaustive_req_s"] for row in rows if row["exhaustive_req_s"])
-    return (
-        f"{sum(row['equal'] for row in rows)} of {len(rows)} clusters of up to 8 GPUs, which it sees whole; "
-        f"its search of larger ones finds the best of {searched} of them, at least {least:.2f} of it"
-    )
+    equal = sum(row["equal"] for row in rows)
+    return f"{equal} of {len(rows)} clusters of up to 8 GPUs, at least {least:.2f} of the best of all plans"
 
 
 def near_what_is_served() -> str:

@@ -87,6 +87,8 @@ class Bench:
         self.random = 200
         #: Made-up markets whose plans are served.
         self.markets = 13
+        #: Seed of the first of them.
+        self.seed = 0
         #: Seconds of each plan of `parts`.
         self.seconds = 300.0
 
@@ -463,7 +465,7 @@ def truth(bench: Bench) -> dict[str, Any]:
 def division(bench: Bench) -> dict[str, Any]:
     """Return made-up markets of eight kinds and four types, served with and without their worth."""
     rows = []
-    for seed in range(bench.markets):
+    for seed in range(bench.seed, bench.seed + bench.markets):
         path = paper.write_market(bench.work / f"made-up-{seed}.yaml", made_up.market(seed))
         limits = SolveLimits(1e-4, time.monotonic() + 300)
         table = measure_table(make_table(load_market(path), bench.measured), bench.measured, limits)
@@ -494,7 +496,7 @@ def parts(bench: Bench) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     models = bench.hw.parent / "models" / "today"
-    for seed in range(bench.markets):
+    for seed in range(bench.seed, bench.seed + bench.markets):
         document = made_up.market_of_today(seed, models)
         gpus = [offer["gpu"] for offer in document["offers"]]
         worse = dict(random.Random(seed).choice(document["offers"]))
@@ -502,7 +504,7 @@ def parts(bench: Bench) -> dict[str, Any]:
         worse |= {"gpu": _WORSE, "roofline": slow}
         rates: dict[str, float] = {}
         rented = False
-        served: float | None = None
+        served: dict[str, float] = {}
         for without in ("", _WORSE, *gpus):
             offers = [offer for offer in document["offers"] if offer["gpu"] != without]
             offers += [worse] if without == _WORSE else []
@@ -519,8 +521,9 @@ def parts(bench: Bench) -> dict[str, Any]:
                 known = table.problem.by_name
                 rented = any(_WORSE in known[name].gpus for name in plan.counts)
             if not without:
-                found = simulate_plan(table, plan, predictor="oracle")
-                served = found.request_throughput / plan.throughput
+                for predictor in ("oracle", "empirical"):
+                    found = simulate_plan(table, plan, predictor=predictor)
+                    served[predictor] = found.request_throughput / plan.throughput
         most = max(rate for gpu, rate in rates.items() if gpu in gpus)
         row = {
             "market": seed, "gpus": gpus, "rates": rates, "served": served, "worse_is_rented": rented,
@@ -531,13 +534,14 @@ def parts(bench: Bench) -> dict[str, Any]:
         print(row, flush=True)
     gains = [row["gain_without_one"] for row in rows if row["rates"][""]]
     changes = [row["change_by_a_worse_one"] for row in rows if row["rates"][""]]
-    share = [row["served"] for row in rows if row["served"] is not None]
     print(
         f"{len(gains)} markets: without one of its offers a plan serves at most {max(gains):+.2%}, more "
         f"than +0.5 % in {sum(gain > 0.005 for gain in gains)}; with a worse offer {min(changes):+.2%} to "
-        f"{max(changes):+.2%}, exactly the same in {changes.count(0.0)}; served under hetlb {min(share):.3f} "
-        f"to {max(share):.3f}"
+        f"{max(changes):+.2%}, exactly the same in {changes.count(0.0)}"
     )
+    for predictor in ("oracle", "empirical"):
+        share = [row["served"][predictor] for row in rows if row["served"]]
+        print(f"served under hetlb, {predictor} lengths: {min(share):.3f} to {max(share):.3f} of the plan")
     return {"cases": rows}
 
 
@@ -647,7 +651,7 @@ def main() -> None:
     if not args.smoke:
         args.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(args.shared, args.work)
-    bench.every, bench.markets = args.every, args.markets
+    bench.every, bench.markets, bench.seed = args.every, args.markets, args.seed
     if args.smoke:
         bench.random = 5
     if args.what == "scale":

@@ -17,15 +17,15 @@ from hetlb.tools.plan.common.servers import write_servers
 from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.tools.plan.disaggregation.split_cluster import SplitCluster
 from hetlb.tools.plan.disaggregation.split_report import document_of, gain_of, print_plan
-from hetlb.tools.plan.disaggregation.split_search import SEARCH_S, find_exhaustively, search
+from hetlb.tools.plan.disaggregation.split_search import search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
 from hetlb.tools.plan.workloads import trace_rows
 
-#: Largest cluster searched exhaustively, in GPUs.
+#: Largest cluster whose plans are all seen, in GPUs.
 _MOST_EXHAUSTIVE_GPUS = 8
-#: Seconds for everything if none are given: per GPU, and at most; SEARCH_S at least.
-_GPU_S, _MOST_S = 0.75, 240.0
+#: Seconds for everything if none are given: per GPU, at least and at most.
+_GPU_S, _LEAST_S, _MOST_S = 0.75, 30.0, 240.0
 #: Share of the time limit for the search, if plans are simulated after it.
 _SEARCH_SHARE = 0.7
 
@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE_GPUS:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE_GPUS} GPUs, got {cluster.gpus}")
     table = GroupTable(cluster, cost)
-    # All plans of a small cluster are seen in about a second.
-    every = cluster.gpus <= _MOST_EXHAUSTIVE_GPUS
     with planning(args, "planning", _time_limit(args, cluster), seed=args.seed) as (limits, progress):
         share = _SEARCH_SHARE if args.simulate else 1.0
         searching = limits.within(share * limits.left_s)
@@ -68,17 +66,14 @@ def run(args: argparse.Namespace) -> int:
                 progress.plan(f"best plan so far: {best:.4g} requests/s")
 
         with searching.stopping():
-            find = find_exhaustively if every else search
-            found = find(table, searching, on_progress=show)
+            found = search(table, searching, on_progress=show)
         if not found.plans and limits.interrupted:
             raise KeyboardInterrupt
         if not found.plans:
             raise ConfigError(f"{args.config}: {why_nothing(cluster)}")
         solve_s = time.monotonic() - args.began_s
-        # The plan that a search alone would simulate, and the best of all.
-        count = args.simulate + every if args.simulate else 0
         progress.plan(f"best plan so far: {found.plans[0].throughput:.4g} requests/s, before simulation")
-        plan, simulated = choose(cluster, found, limits, count)
+        plan, simulated = choose(cluster, found, limits, args.simulate)
     for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
         check_split(cluster, each, cost.capacity)
     servers = servers_of(cluster, plan)
@@ -108,4 +103,4 @@ def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
         return float(args.time_limit)
     if args.exhaustive:
         return math.inf
-    return min(_MOST_S, max(SEARCH_S / _SEARCH_SHARE, _GPU_S * cluster.gpus))
+    return min(_MOST_S, max(_LEAST_S, _GPU_S * cluster.gpus))

@@ -265,14 +265,16 @@ def test_decomposition_and_one_program_bound_each_other() -> None:
     assert direct.throughput <= plan.bound * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("looks", [0.0, 3.0, 30.0])
-def test_a_decomposition_without_a_plan_leaves_one_program_the_same_end_of_the_time(
+@pytest.mark.parametrize("looks", [0.0, 300.0, 1000.0])
+def test_a_decomposition_without_a_plan_leaves_one_program_time_and_the_same_end(
     monkeypatch: pytest.MonkeyPatch, looks: float
 ) -> None:
     ends: list[float] = []
+    left: list[float] = []
 
     def one_program(problem: Problem, limits: SolveLimits, _: object) -> RentPlan:
         ends.append(limits.deadline)
+        left.append(limits.left_s)
         return RentPlan({})
 
     clock = itertools.count()
@@ -280,6 +282,7 @@ def test_a_decomposition_without_a_plan_leaves_one_program_the_same_end_of_the_t
     monkeypatch.setattr(decompose.Decomposition, "_choose", lambda search, rate, limits: None)
     decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
     assert ends == [looks]
+    assert left[0] >= looks / 5
 
 
 def test_an_interrupt_leaves_the_best_plan_so_far() -> None:

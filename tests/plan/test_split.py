@@ -15,6 +15,7 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import Steps
+from plan.every_split import Exhaustive
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.latency import LatencyModel
@@ -39,12 +40,10 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
     SplitCluster,
     SplitPlan,
 )
-from hetlb.tools.plan.disaggregation.split_search import SEARCH_S, Exhaustive, find_exhaustively, search
+from hetlb.tools.plan.disaggregation.split_search import search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import (
     Simulated,
-    different,
-    judge,
     make_servers,
     simplest,
     simulate_plan,
@@ -336,39 +335,6 @@ def test_a_search_ends_with_its_time(looks: float) -> None:
     assert limits.clock() <= 1.1 * looks
 
 
-@given(of=clusters, count=st.integers(1, 5))
-@settings(max_examples=examples(3))
-def test_with_every_plan_tried_all_is_simulated_that_a_search_would_simulate(
-    of: SplitCluster, count: int
-) -> None:
-    """The best in simulation is chosen, so that what `--exhaustive` says is never worse than the search."""
-    table = GroupTable(of, ProfileCost(of))
-    every = find_exhaustively(table, SolveLimits(clock=Steps(0.01)))
-    found = search(table, SolveLimits(clock=Steps(0.01)).within(SEARCH_S))
-    if not found.plans:
-        assert not every.plans
-        return
-
-    def shapes(plans: list[SplitPlan]) -> set[object]:
-        return {tuple(sorted((g.role, g.tensor_parallel_size, g.capacity) for g in p.groups)) for p in plans}
-
-    assert every.plans[0].throughput >= found.plans[0].throughput * (1 - 1e-9)
-    assert shapes(different(every.plans, count + 1)) >= shapes(different(found.plans, count))
-
-
-def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
-    of = cluster([machine("h", "H100", 1), machine("l", "L40", 2)], rows=((1000, 100),))
-    cost = ProfileCost(of)
-    table = GroupTable(of, cost)
-    every = find_exhaustively(table, SolveLimits(clock=Steps(0.01)))
-    found = search(table, SolveLimits(clock=Steps(0.01)).within(SEARCH_S))
-    best, searched = (
-        judge(of, different(plans, count), cost, SolveLimits())[0][1].request_throughput
-        for plans, count in ((every.plans, 3), (found.plans, 2))
-    )
-    assert best >= searched
-
-
 def test_a_plan_serves_in_simulation_what_it_says() -> None:
     of = cluster([machine("h", "H100", 1), machine("a", "A100", 1)], rows=((1000, 100),))
     cost = ProfileCost(of)
@@ -483,7 +449,7 @@ def test_no_server_of_a_split_has_pipeline_stages() -> None:
     assert table.group(((1, 2),), Role.BOTH) is not None
     found = table.group(((1, 2),), Role.PREFILL)
     assert found is None or len(found.stages) == 1
-    for plan in find_exhaustively(table, SolveLimits(clock=Steps(0.01))).plans:
+    for plan in search(table, SolveLimits(clock=Steps(0.01))).plans:
         assert not plan.splits or all(len(group.stages) == 1 for group in plan.groups)
 
 

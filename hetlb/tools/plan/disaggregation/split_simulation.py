@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from hetlb.balancer.core.types import Connector, KvLink
 from hetlb.tools.plan.common.capabilities import NIXL, Status, fact_of
-from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.common.fleet_run import OVERLOAD, SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.common.servers import KV_LEASE_S
 from hetlb.tools.plan.disaggregation.cost import ProfileCost
 from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
@@ -29,8 +29,6 @@ from hetlb.tools.sim.fleet_simulation import KvLinks, KvPath
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, steady_figures
 
-#: Offered load, as a share of the planned throughput.
-LOAD_SHARE = 1.05
 #: Factor on the simulated throughput of a plan that splits. More of it can fail, so it must serve clearly
 #: more.
 _SPLIT_WEIGHT = 0.95
@@ -105,7 +103,7 @@ def simulate_plan(
 ) -> Simulated:
     """Simulate `count` requests under a policy and return the figures. `rate` is in requests/s."""
     servers, links = make_servers(cluster, plan, cost)
-    offered = plan.throughput * LOAD_SHARE if rate is None else rate
+    offered = plan.throughput * OVERLOAD if rate is None else rate
     number = count or round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _wanted(cluster, plan))))
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
@@ -150,7 +148,7 @@ def choose(
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None:
         # At the load of the best split plan, its limit is what it serves.
-        rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
+        rate = OVERLOAD * max(best.throughput, colocated.throughput)
         with suppress(StoppedError), limits.stopping():
             by_policy = {
                 policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
