@@ -72,7 +72,7 @@ def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
     assert found["l-a-tp1-pp2"].gpus == {"L": 1, "A": 1}
     assert market(tmp_path).prices == {"L": 0.8, "A": 0.5}
     assert all(each.profile is not None for each in found.values())
-    with pytest.raises(ConfigError, match=r"hold a model, got none for m \(16 GB of weights\)"):
+    with pytest.raises(ConfigError, match=r"hold a model, got none for m \(16 GB of weights, a request of "):
         candidates(market(tmp_path), {"m": 10_000_000})
 
 

@@ -94,6 +94,12 @@ def test_stated_values_win_and_are_named_where_they_are_far_off(tmp_path: Path) 
         model_of(tmp_path, llama, layers=40)
 
 
+def test_a_missing_config_is_named_by_the_key_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    with pytest.raises(ConfigError, match=r"f\.yaml: model\.config: .* got 'gone\.json': no such file"):
+        read_model(PlanModelTable(name="m", config="gone.json"), path, "model")
+
+
 def test_a_latent_cache_may_be_stated_and_stands_on_every_gpu(tmp_path: Path) -> None:
     r1 = CACHES["deepseek-ai--DeepSeek-R1"]["config"]
     found = model_of(tmp_path, r1, kv_bytes_per_token=70_272)

@@ -257,6 +257,7 @@ def found_is_best(of: SplitCluster, cost: ProfileCost | PaperCost) -> None:
     if best is None:
         assert found.plans == []
         return
+    assert found.bound < math.inf
     check_split(of, best, cost.capacity)
     for plan in found.plans:
         check_split(of, plan, cost.capacity)

@@ -55,7 +55,10 @@ def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configura
         for each in _enumerated(market, model, longest_tokens.get(model.name, 1))
     ]
     if not any(each.profile for each in found):
-        needs = ", ".join(f"{name} ({_smallest(market, name)})" for name in market.models)
+        needs = ", ".join(
+            f"{name} ({_smallest(market, name)}, a request of {longest_tokens.get(name, 1)} tokens)"
+            for name in market.models
+        )
         raise ConfigError(
             f"{market.path}: offers: expected GPUs with a profile or roofline that hold a model, got none "
             f"for {needs}"

@@ -154,8 +154,9 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
         if stated is None and len(self.models) == 1:
             return next(iter(self.models))
         if stated not in self.models:
+            got = "none" if stated is None else repr(stated)
             raise ConfigError(
-                f"{self.path}: {where}.model: expected one of {', '.join(self.models)}, got {stated!r}"
+                f"{self.path}: {where}.model: expected one of {', '.join(self.models)}, got {got}"
             )
         return stated
 

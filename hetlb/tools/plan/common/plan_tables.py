@@ -115,9 +115,11 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
         attention_heads=table.attention_heads or 0,
     )
     if table.config is not None:
-        model = _with_facts(
-            model, table, load_facts(path.parent / table.config, table.name), f"{path}: {where}"
-        )
+        if not (path.parent / table.config).exists():
+            got = f"got {short(table.config)}: no such file"
+            raise ConfigError(f"{path}: {where}.config: expected the path of a config.json, {got}")
+        facts = load_facts(path.parent / table.config, table.name)
+        model = _with_facts(model, table, facts, f"{path}: {where}")
     for key in needed:
         if not getattr(model, key):
             if table.config is not None:

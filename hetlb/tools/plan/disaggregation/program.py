@@ -161,6 +161,8 @@ class Templates:
                 and (template.exact or promised)
                 and not (mixed and template.group.role is Role.BOTH and refused(template.group.form()))
             ]
+            if promised and not own:
+                bound = 0.0  # no group can serve in these roles
             integer = False
             while own:
                 incumbents: list[NDArray[np.float64]] = []
@@ -176,7 +178,7 @@ class Templates:
                     choices = [*(self._choice(numbers, each) for each in values), *choices]
                     break
                 integer = integer or limits.over or not self._simulate(used)
-        return Solved(tuple(dict.fromkeys(choices)), bound) if choices else None
+        return Solved(tuple(dict.fromkeys(choices)), bound) if choices or not bound else None
 
     def simplest(self) -> Choice:
         """Return groups for both phases, the most requests/s per GPU first. No solver is needed."""

@@ -67,7 +67,8 @@ def load_place(path: Path) -> PlaceCluster:
     named = {key: getattr(file, key) for key in ("nodes", "links", "layer_times", "limits", "model")}
     for key, value in named.items():
         if not isinstance(value, str):
-            raise ConfigError(f"{path}: {key}: expected the path of a file (or machines), got {short(value)}")
+            got = "none" if value is None else short(value)
+            raise ConfigError(f"{path}: {key}: expected the path of a file (or machines), got {got}")
     return load_cluster({key: base / value for key, value in named.items()})
 
 
