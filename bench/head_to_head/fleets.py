@@ -94,6 +94,7 @@ FLEETS = {
             "sharegpt",
             tuple((kind, _L8[kind]) for kind in ("h100_sxm", "a100_sxm", "l40s")),
             {"ttft": 1000.0, "tpot": 50.0},
+            ("first", "80", "once", "95", "waves", "50", "system", "embed"),
             time_scale=4.0,
             seconds=60.0,
         ),

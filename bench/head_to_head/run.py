@@ -39,7 +39,7 @@ from fleets import FLEETS, OUTPUT_TOKENS, PREEMPTIONS, VLLM, Fleet, Serving, ser
 from peers import INSTALLED, PEERS, ROOT, RUN, Peer, Running, hetlb
 from rig import cores, free_ports, one_at_a_time
 from tables import show, write_pages
-from traffic import TRAFFIC, WARM_UP, Spec, Traffic, rows_of, some_rows
+from traffic import TRAFFIC, WARM_UP, Spec, Traffic, rows_for, some_rows
 
 from hetlb.tools.loadtest.runs import measure
 from hetlb.tools.workload.arrivals import Load
@@ -284,17 +284,16 @@ class _Work:
     ) -> None:
         self._job, self._name, self._engines, self._runner = job, name, engines, runner
         self._url, self._pids = url, pids
-        self._full_rps = 0.0 if job.fleet.real else job.fleet.requests_per_s(rows_of(job.fleet.lengths))
         self._warm = False
 
     def one(self, traffic: Traffic) -> dict[str, Any]:
         """The row of one load."""
         if not traffic.fresh and not self._warm:
             self._warm = True
-            self._send("warm-up", WARM_UP, self._full_rps / 2 or math.inf)
+            self._send("warm-up", WARM_UP, self._full_rps("") / 2 or math.inf)
             self._settle()
         fleet, engines, scale = self._job.fleet, self._engines, self._job.fleet.time_scale
-        rate, count = traffic.rate_and_count(fleet, self._full_rps)
+        rate, count = traffic.rate_and_count(fleet, self._full_rps(traffic.kind))
         before = [engines.counters(series) for series in (OUTPUT_TOKENS, PREEMPTIONS)]
         processes = ([os.getpid()], self._pids, engines.pids)
         began, used = time.monotonic(), [cpu.cpu_ns(each) for each in processes]
@@ -323,10 +322,16 @@ class _Work:
         row["errors"] = run["error_examples"]
         return row
 
+    def _full_rps(self, kind: str) -> float:
+        """Requests per second of a kind while all engines are full, 0.0 if that is not known."""
+        fleet = self._job.fleet
+        return 0.0 if fleet.real else fleet.requests_per_s(rows_for(fleet.lengths, kind))
+
     def _send(self, label: str, count: int, rate: float, traffic: Traffic | None = None) -> dict[str, Any]:
         """Same arrivals and lengths for every router of a round, prompts of its own for each run."""
         fleet, number = self._job.fleet, self._job.number
-        rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
+        kind = "" if traffic is None else traffic.kind
+        rows = some_rows(fleet.lengths, kind, count, random.Random(f"{fleet.name}/{label}/{number}"))
         spec = Spec(
             url=self._url, model="tiny", load=Load(rows, waves=None if traffic is None else traffic.waves),
             seed=number, text=True, salt=f"{time.time_ns()}/{self._name}/{label}", real=fleet.real,

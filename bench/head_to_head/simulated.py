@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fleets import Fleet
-from traffic import TRAFFIC, WARM_UP, rows_of, some_rows
+from traffic import TRAFFIC, WARM_UP, rows_for, some_rows
 
 from hetlb.balancer.core.fleet_state import SchedulerSetup
 from hetlb.balancer.core.policies.base import PolicyParams
@@ -33,11 +33,11 @@ _PAUSE_S = 1000.0
 
 def simulated(fleet: Fleet, router: str, number: int) -> dict[str, dict[str, Any]]:
     """Figures of a round by load, as `summarize` names them."""
-    full_rps = fleet.requests_per_s(rows_of(fleet.lengths)) * fleet.time_scale
+    full_rps = fleet.requests_per_s(rows_for(fleet.lengths)) * fleet.time_scale
     plan: list[PlannedRequest] = []
     places: dict[str, slice] = {}
     for label, count, rate, waves in _loads(fleet, full_rps):
-        rows = some_rows(fleet.lengths, count, random.Random(f"{fleet.name}/{label}/{number}"))
+        rows = some_rows(fleet.lengths, "", count, random.Random(f"{fleet.name}/{label}/{number}"))
         rng, blocks = random.Random(number), HASH_BLOCK_TOKENS
         load = make_plan(rows, len(rows), rate, rng, waves=waves, hash_block_tokens=blocks)
         begun, start_s = len(plan), plan[-1].scheduled_s + _PAUSE_S if plan else 0.0
@@ -72,7 +72,7 @@ def _loads(fleet: Fleet, full_rps: float) -> Iterator[tuple[str, int, float, Wav
     """Label, number of requests, rate and waves of every load of a job, in the time of the engines."""
     warm = False
     for traffic in TRAFFIC.values():
-        if traffic.name not in fleet.loads:
+        if traffic.name not in fleet.loads or traffic.kind:
             continue
         if not traffic.fresh and not warm:
             warm = True

@@ -11,19 +11,21 @@ from document import number_text, replace_sections, table
 from fleets import FLEETS, VLLM, Fleet
 from peers import ROOT
 from simulated import POLICIES, simulated
-from traffic import TRAFFIC, Traffic
+from traffic import EMBEDDINGS, TRAFFIC, Traffic
 
 PAGE, README = ROOT / "bench/head_to_head/RESULTS.md", ROOT / "README.md"
 #: Figure, heading, factor, digits, and whether more is better.
 FIGURES = {
     "mean_ttft_ms": ("mean TTFT (ms)", 1.0, 0, False),
     "p99_ttft_ms": ("p99 TTFT (ms)", 1.0, 0, False),
-    "mean_e2el_ms": ("mean E2E (s)", 1e-3, 1, False),
-    "p99_e2el_ms": ("p99 E2E (s)", 1e-3, 1, False),
+    "mean_e2el_ms": ("mean E2E (s)", 1e-3, 2, False),
+    "p99_e2el_ms": ("p99 E2E (s)", 1e-3, 2, False),
     "slo_attainment": ("within the SLO (%)", 100.0, 0, True),
     "time_to_99_percent_s": ("time to 99 % (s)", 1.0, 1, False),
 }
 _STEADY = ("mean_ttft_ms", "mean_e2el_ms", "p99_e2el_ms", "slo_attainment")
+#: An embedding has no first token.
+_WHOLE = ("mean_e2el_ms", "p99_e2el_ms", "slo_attainment")
 _AT_ONCE = ("time_to_99_percent_s", "mean_ttft_ms", "mean_e2el_ms")
 TITLES = {
     "hetlb": "**hetlb**, true profiles",
@@ -107,6 +109,8 @@ class Record:
 
 
 def _shown(traffic: Traffic) -> Sequence[str]:
+    if traffic.kind == EMBEDDINGS:
+        return _WHOLE
     return _AT_ONCE if traffic.load is None else _STEADY
 
 
@@ -184,7 +188,8 @@ def _ratios(record: Record) -> Iterator[tuple[str, Fleet, Traffic, str, float, s
     """Own router, fleet, load, figure, how many times better than the best other, and that one's title."""
     for fleet in record.fleets:
         for traffic in record.loads(fleet):
-            for figure in (*FIGURES,) if traffic.load is not None else _AT_ONCE:
+            steady = _WHOLE if traffic.kind == EMBEDDINGS else (*FIGURES,)
+            for figure in _AT_ONCE if traffic.load is None else steady:
                 best = record.best_other(fleet, traffic, figure)
                 for own in OWN:
                     median = record.median(fleet, traffic, own, figure)
@@ -203,7 +208,7 @@ def simulation(document: dict[str, Any]) -> str:
             said = {number: simulated(fleet, router, number) for number in rounds}
             for traffic in record.loads(fleet):
                 runs = record.runs(fleet, traffic, router)
-                if not runs or traffic.load is None or traffic.waves is not None:
+                if not runs or traffic.load is None or traffic.waves is not None or traffic.kind:
                     continue
                 cells = []
                 for figure in figures:
@@ -220,9 +225,17 @@ def simulation(document: dict[str, Any]) -> str:
 def summary(document: dict[str, Any]) -> str:
     """Return the table of the README: three kinds of engines, hetlb and routers that most readers know."""
     record = Record(document)
-    columns = [(FLEETS["kinds"], "once", "time_to_99_percent_s"), (FLEETS["kinds"], "80", "mean_ttft_ms"),
-               (FLEETS["kinds"], "80", "mean_e2el_ms")]  # fmt: skip
-    headings = ["", "all at once: time to 99 % (s)", "80 % load: mean TTFT (ms)", "mean E2E (s)"]
+    columns = [
+        (FLEETS["kinds"], load, figure)
+        for load, figure in (
+            ("80", "mean_ttft_ms"), ("80", "mean_e2el_ms"), ("system", "mean_ttft_ms"),
+            ("system", "mean_e2el_ms"), ("embed", "mean_e2el_ms"), ("once", "time_to_99_percent_s"),
+        )
+    ]  # fmt: skip
+    headings = [
+        "", "80 % load: mean TTFT (ms)", "mean E2E (s)", "one system prompt for all: mean TTFT (ms)",
+        "mean E2E (s)", "embeddings: mean E2E (s)", "all at once: time to 99 % (s)",
+    ]  # fmt: skip
     rows = []
     for name in (each for each in record.routers if each in README_ROUTERS):
         medians = [

@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fleets import Fleet
@@ -30,6 +30,11 @@ LENGTHS = {
 }
 #: Prompts of 128 tokens and answers of 64 on average, what small models on CPU can take.
 _SHORT = (128, 64)
+#: Kinds of requests that are made of a trace: behind one system prompt of this many tokens; embeddings of
+#: documents, some prompts long, which keep the requests to as many as two cores can send.
+SYSTEM_PROMPT, EMBEDDINGS = "system prompt", "embeddings"
+_SYSTEM_TOKENS = 2048
+_DOCUMENT_PROMPTS, _MOST_DOCUMENT_TOKENS = 8, 8192
 #: Requests before the first load but the fresh one, at half load, not measured: what is learnt is learnt.
 WARM_UP = 60
 #: One `max_tokens` for all, above every answer: of small models, of the others.
@@ -52,9 +57,31 @@ def rows_of(lengths: str) -> list[Row]:
     return [drawn() for _ in range(1000)]
 
 
-def some_rows(lengths: str, count: int, rng: random.Random) -> list[Row]:
-    """Return `count` rows: of conversations, rows that follow one another, else any."""
+@cache
+def rows_for(lengths: str, kind: str = "") -> list[Row]:
+    """Return all rows of a trace as a kind of request: behind one system prompt, or embeddings."""
     rows = rows_of(lengths)
+    if kind == SYSTEM_PROMPT:
+        names = (f"system={_SYSTEM_TOKENS}",)
+        return [replace(r, input_tokens=_SYSTEM_TOKENS + r.input_tokens, hash_ids=names) for r in rows]
+    if kind == EMBEDDINGS:
+        return [
+            replace(
+                row,
+                input_tokens=min(_MOST_DOCUMENT_TOKENS, _DOCUMENT_PROMPTS * row.input_tokens),
+                output_tokens=0,
+                endpoint=EMBEDDINGS,
+            )
+            for row in rows
+        ]
+    return rows
+
+
+def some_rows(lengths: str, kind: str, count: int, rng: random.Random) -> list[Row]:
+    """Return `count` rows: of conversations, rows that follow one another, else any."""
+    rows = rows_for(lengths, kind)
+    if kind:
+        return rng.choices(rows, k=count)
     if not rows[0].hash_ids:
         return rng.choices(rows, k=count)
     first = rng.randrange(max(1, len(rows) - count))
@@ -65,7 +92,8 @@ def some_rows(lengths: str, count: int, rng: random.Random) -> list[Row]:
 class Traffic:
     """One load: `load` is its rate as a share of what the engines reach while full, None is all at once.
 
-    Waves have that rate on average. `fresh`: the router has just started and seen nothing.
+    Waves have that rate on average. `fresh`: the router has just started and seen nothing. `kind`: what the
+    requests of a fleet become, "" if they stay as they are.
     """
 
     name: str
@@ -73,6 +101,7 @@ class Traffic:
     load: float | None
     waves: Waves | None = None
     fresh: bool = False
+    kind: str = ""
 
     def rate_and_count(self, fleet: Fleet, full_rps: float) -> tuple[float, int]:
         """Requests per second while they come, and how many."""
@@ -94,6 +123,8 @@ TRAFFIC = {
         Traffic("95", "95 % load", 0.95),
         Traffic("waves", "waves: 4 s of traffic, 8 s of none, 60 % on average", 0.6, Waves(4.0, 8.0)),
         Traffic("50", "50 % load", 0.5),
+        Traffic("system", "one system prompt of 2,048 tokens for all: 80 % load", 0.8, kind=SYSTEM_PROMPT),
+        Traffic("embed", "embeddings: 80 % load", 0.8, kind=EMBEDDINGS),
     )
 }
 
@@ -110,6 +141,8 @@ class HiddenLengths(RequestBodies):
 
     def body(self, planned: PlannedRequest) -> bytes:
         """The JSON of one request."""
+        if not planned.generates:
+            return super().body(planned)
         output = planned.answer_tokens
         document: dict[str, object] = {
             "model": MODEL,
