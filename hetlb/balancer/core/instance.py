@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.decode_steps import DecodeSteps
 from hetlb.balancer.core.evidence.evidence import Evidence
-from hetlb.balancer.core.exploration import Exploration
+from hetlb.balancer.core.exploration import Exploration, tells_slots
 from hetlb.balancer.core.facts import EngineSample, SleepSet
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -327,7 +327,7 @@ class Instance:
     def surely_has_slot(self) -> bool:
         """True if it surely has a free slot, even by the least number of sequences that it may run."""
         own = self.sequences - self.finished_sequences
-        few = self.exploring is not None and own >= self.exploring.least_sequences
+        few = self.exploring is not None and own >= self.exploring.least_sequences(self)
         return not few and own + self.foreign < self.max_num_seqs
 
     def precedes(self, other: Instance) -> bool:
@@ -403,8 +403,7 @@ class Instance:
                 lease.mark = speed.mark()
             if not lease.request.streamed:
                 self.steps.begin(lease)
-                unknown = self.capacity.max_num_seqs is None and self.sample_at is None
-                if unknown and not self.profiled and self.slot_times is None:
+                if not self.profiled and self.slot_times is None and not tells_slots(self):
                     from hetlb.balancer.core.slot_times import slot_times_of
 
                     self.slot_times = slot_times_of(self.leases.values(), lease)
@@ -455,10 +454,8 @@ class Instance:
         self._read(lease, now)
         whole = self.slot_times is not None and lease.request.generates and not lease.request.streamed
         if self.exploring is not None and not whole:  # the end of a whole answer tells if it waited
-            told = self.sample_at is not None or self.capacity.max_num_seqs is not None
-            self.exploring.first_token(lease, now, told=told)
-            if self.exploring.sequences(self.leases, now) >= self.max_num_seqs:
-                self.exploring = None
+            self.exploring.first_token(self, lease, now)
+            self.exploring = self.exploring.going_on(self, now)
         lease.first_token_at = now
         lease.first_mark = speed.mark()
         if lease.begun_steps is None:

@@ -76,7 +76,8 @@ class SlotTimes:
         #: The request that ended last, and its id.
         self._ended: tuple[int, _Sent] | None = None
         self._fits = [_Fit() for _ in CANDIDATES]
-        #: Number of slots that explains all answers so far clearly better than no limit, 0 without one.
+        #: Number of slots that explains all answers so far clearly better than no limit, 0 without one, or
+        #: since something else showed that more may run.
         self.likely = 0
 
     def begin(self, lease_id: int, now: float) -> None:
@@ -148,8 +149,6 @@ def learn_slots_whole(instance: Instance, lease: Lease, now: float) -> None:
         learning.believe_slots(instance, slots, now)
     exploring = instance.exploring
     if exploring is not None:
-        exploring.likely = times.likely
         if not times.likely:
             exploring.began(lease)
-        if exploring.sequences(instance.leases, now) >= instance.max_num_seqs:
-            instance.exploring = None
+        instance.exploring = exploring.going_on(instance, now)

@@ -196,7 +196,7 @@ class Sight:
         seen, instance, load = self.seen, self.instance, self.load
         own = seen.running - instance.foreign
         exploring = instance.exploring
-        few = exploring is not None and own >= exploring.sequences(instance.leases, ctx.now)
+        few = exploring is not None and own >= exploring.sequences(instance, ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
         sequences = seen.running + ctx.request.sequences
