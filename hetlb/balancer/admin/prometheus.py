@@ -255,11 +255,11 @@ def _counted(source: FleetService, now: float) -> Iterator[Family]:
     yield "hetlb_instance_served_seconds_total", [(label, each.served_s) for label, each in of]
     yield (
         "hetlb_instance_model_expected_seconds_total",
-        [(f'{label},part="{part}"', s) for label, each in of for part, s in each.model_expected_s.items()],
+        [(f'{label},part="{part}"', s.expected_s) for label, each in of for part, s in each.parts.items()],
     )
     yield (
         "hetlb_instance_model_seen_seconds_total",
-        [(f'{label},part="{part}"', s) for label, each in of for part, s in each.model_seen_s.items()],
+        [(f'{label},part="{part}"', s.seen_s) for label, each in of for part, s in each.parts.items()],
     )
     invalid: Mapping[str, int] = source.watch.invalid_samples
     yield "hetlb_instance_invalid_samples_total", [(label, invalid.get(name, 0)) for label, name in names]

@@ -210,7 +210,7 @@ class Driver:
 
     def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
         """Count a request answered before the scheduler saw it; `record` where its head was read."""
-        self.counted.count(outcome, Phase.QUEUED.value, "", status)
+        self.counted.count(outcome.value, Phase.QUEUED.value, "", status)
         if record is not None and self.on_ended is not None:
             self.on_ended([record])
 
@@ -219,7 +219,6 @@ class Driver:
         self.counted.recent.own["log_lost"] = self.now(), why
 
     def settle(self) -> None:
-        self.scheduling.count_calls()
         if not self._ended:
             return
         ended, self._ended = self._ended, []

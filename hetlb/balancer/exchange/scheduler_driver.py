@@ -102,9 +102,6 @@ class SchedulerDriver:
         self.look_up: Callable[[Callable[[], None]], bool] | None = None
         #: Requests that wait for `look_up`.
         self._unknown: dict[RequestId, Request] = {}
-        #: Seconds of the scheduler's calls (arrivals, ends of leases) that are not counted yet.
-        self._arrival_s: list[float] = []
-        self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._relocations = Relocations(scheduler, driver, self.carry_out, by_counters=by_counters)
         scheduler.contain(policy_failed)
@@ -123,7 +120,7 @@ class SchedulerDriver:
         view = self.view
         started = perf_counter()
         commands = self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
-        self._arrival_s.append(perf_counter() - started)
+        self.driver.counted.arrival.observe(perf_counter() - started)
         if commands and type(commands[0]) is Reject and self._looked_up(request, commands[0]):
             return
         self.carry_out(commands)
@@ -159,7 +156,7 @@ class SchedulerDriver:
         """
         started = perf_counter()
         commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
-        self._end_s.append(perf_counter() - started)
+        self.driver.counted.end.observe(perf_counter() - started)
         if commands or self._ticker is None:
             self.carry_out(commands)
 
@@ -271,14 +268,6 @@ class SchedulerDriver:
         """Do what is due, about twice a second."""
         self._relocations.sweep(now)
         self.fleet.sampled = False
-
-    def count_calls(self) -> None:
-        """Count the seconds of the scheduler's calls since the last time."""
-        counted = self.driver.counted
-        counted.arrival.observe_all(self._arrival_s)
-        counted.end.observe_all(self._end_s)
-        self._arrival_s.clear()
-        self._end_s.clear()
 
     def close(self) -> None:
         """Stop the timers."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import add, mul
 from typing import Any, Final
 
@@ -15,61 +15,39 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
-#: Values of a histogram counted at once.
-_BATCH_VALUES: Final = 64
 
 
 class Histogram:
-    """Counts of values at or below each bound, in Prometheus' sense. Values are counted in batches."""
+    """Counts of values at or below each bound, in Prometheus' sense."""
 
-    __slots__ = ("_bounds", "_counts", "_total", "_values")
+    __slots__ = ("_bounds", "_counts", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
-        #: Values at or below each bound; the last one is of all.
+        #: Values by the first bound that they are not above; the last ones are above all.
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
-        #: Values that are not counted yet.
-        self._values: list[float] = []
 
     def observe(self, value: float) -> None:
-        self._values.append(value)
-        if len(self._values) >= _BATCH_VALUES:
-            self._count()
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        self._values += values
-        if len(self._values) >= _BATCH_VALUES:
-            self._count()
-
-    def _count(self) -> None:
-        """Count the values that wait."""
-        values = self._values
-        if values:
-            values.sort()
-            below = [*map(bisect_right, repeat(values), self._bounds), len(values)]
-            self._counts = list(map(add, self._counts, below))
-            self._total += sum(values)
-            values.clear()
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
 
     def add(self, other: Histogram) -> None:
         """Count the values of another histogram of the same bounds too."""
         self._counts = list(map(add, self._counts, other._counts))
         self._total += other._total
-        self._values += other._values
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """Return the bounds, counts up to each (and, last, of all), and the sum."""
-        self._count()
-        return self._bounds, self._counts.copy(), self._total
+        return self._bounds, list(accumulate(self._counts)), self._total
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _histogram, (self._bounds, self._counts, self._total, self._values)
+        return _histogram, (self._bounds, self._counts, self._total)
 
 
-def _histogram(bounds: list[float], counts: list[int], total: float, values: list[float]) -> Histogram:
+def _histogram(bounds: list[float], counts: list[int], total: float) -> Histogram:
     histogram = Histogram(bounds)
-    histogram._counts, histogram._total, histogram._values = counts, total, values
+    histogram._counts, histogram._total = counts, total
     return histogram
 
 
@@ -153,6 +131,7 @@ INSTANCE_COUNTS = (
 #: Parts of a latency model: times to the first token with nothing beside them, what had prompts and decodes
 #: beside each other, and steps without prompts.
 PARTS: Final = ("prefill", "mixed", "decode")
+PART_SECONDS = ("expected_s", "seen_s")
 
 
 ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
@@ -175,10 +154,19 @@ class ModelTotals:
         self.time_ratio = Histogram(RATIOS)
 
 
+class PartTimes:
+    """Seconds of one part of a latency model: as profiled, and as seen."""
+
+    __slots__ = PART_SECONDS
+
+    def __init__(self) -> None:
+        self.expected_s = self.seen_s = 0.0
+
+
 class InstanceTotals:
     """Counters of one instance."""
 
-    __slots__ = (*INSTANCE_COUNTS, "model_expected_s", "model_seen_s", "requests")
+    __slots__ = (*INSTANCE_COUNTS, "parts", "requests")
 
     def __init__(self) -> None:
         #: By outcome.
@@ -194,18 +182,17 @@ class InstanceTotals:
         #: Seconds from dispatch to the end of answers that completed, predicted and actual.
         self.expected_s = 0.0
         self.served_s = 0.0
-        #: By part of the latency model: as profiled, and as seen.
-        self.model_expected_s = dict.fromkeys(PARTS, 0.0)
-        self.model_seen_s = dict.fromkeys(PARTS, 0.0)
+        #: By part of the latency model.
+        self.parts = {part: PartTimes() for part in PARTS}
 
     def took(self, part: str, expected_s: float, seen_s: float) -> None:
-        self.model_expected_s[part] += expected_s
-        self.model_seen_s[part] += seen_s
+        times = self.parts[part]
+        times.expected_s += expected_s
+        times.seen_s += seen_s
 
-    def ended(self, outcome: Outcome, output_tokens: int = 0) -> None:
+    def ended(self, outcome: str, output_tokens: int = 0) -> None:
         self.output_tokens += output_tokens
-        name = outcome._value_  # `value` and the hash of a member are functions in Python
-        self.requests[name] = self.requests.get(name, 0) + 1
+        self.requests[outcome] = self.requests.get(outcome, 0) + 1
 
 
 class AccountTotals:
@@ -272,26 +259,29 @@ class Totals:
 
     def account(self, tenant: str | None, model: str) -> AccountTotals:
         key = (tenant or "", model)
-        full = key not in self.accounts and len(self.accounts) >= MAX_ACCOUNTS
-        return self.accounts[(OTHER_TENANTS, OTHER_MODELS) if full else key]
+        account = self.accounts.get(key)
+        if account is None:
+            full = len(self.accounts) >= MAX_ACCOUNTS
+            account = self.accounts[(OTHER_TENANTS, OTHER_MODELS) if full else key]
+        return account
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
         self.retries += 1
-        self.instances[name].ended(outcome)
+        self.instances[name].ended(outcome._value_)
 
     def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
         """Note that an answer continues at another instance, after a part of it came from this lease."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
-        self.instances[lease.instance].ended(outcome, lease.output_tokens)
+        self.instances[lease.instance].ended(outcome._value_, lease.output_tokens)
 
     def kv_transferred(self, result: str, count: int = 1) -> None:
         self.kv_transfers[result] += count
 
-    def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
+    def count(self, outcome: str, phase: str, model: str, status: int) -> None:
         """Note that a request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
         label = model and self._label(model)
-        key = (outcome._value_, phase, label, STATUS_CLASSES[status // 100 if status < 600 else 5])
+        key = (outcome, phase, label, STATUS_CLASSES[status // 100 if status < 600 else 5])
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def believed(self, lease: Lease, instance: InstanceTotals) -> None:
@@ -307,16 +297,16 @@ class Totals:
         outcome, ended_at = record.outcome, record.ended_at
         assert outcome is not None
         assert ended_at is not None
-        request, lease = record.request, record.lease
+        request, lease, name = record.request, record.lease, outcome._value_  # `value` is a Python function
         ttft_s, e2e_s, queue_s = record.ttft_s, record.e2e_s, record.queue_s
         prompt_tokens, cached_tokens = record.prompt_tokens_total, record.cached_tokens or 0
         self.recent.finished(record)
         if not served:  # a client may have made up the name of its model
-            name = OTHER_MODELS if request.model else ""
-            self.count(outcome, record.ended_in._value_, name, record.status)
+            label = OTHER_MODELS if request.model else ""
+            self.count(name, record.ended_in._value_, label, record.status)
             return
         model = self.model(request.model)
-        self.count(outcome, record.ended_in._value_, request.model, record.status)
+        self.count(name, record.ended_in._value_, request.model, record.status)
         if request.service.name and outcome is not Outcome.CLIENT_GONE:
             key = (request.model, request.service.name, outcome is _OK and _met(record))
             self.classes[key] = self.classes.get(key, 0) + 1
@@ -330,7 +320,7 @@ class Totals:
         account.cached_prompt_tokens += cached_tokens
         account.output_tokens += record.output_tokens
         instance = self.instances[lease.instance]
-        instance.ended(outcome, lease.output_tokens)
+        instance.ended(name, lease.output_tokens)
         instance.prompt_tokens += prompt_tokens
         instance.cached_prompt_tokens += cached_tokens
         if record.streamed and ttft_s is not None:

@@ -31,6 +31,7 @@ from hetlb.balancer.telemetry.counters import (
     ACCOUNT_COUNTS,
     INSTANCE_COUNTS,
     MODEL_HISTOGRAMS,
+    PART_SECONDS,
     GapHistogram,
     Histogram,
     Totals,
@@ -342,8 +343,8 @@ def add_totals(whole: Totals, part: Totals) -> None:
     for name, instance in part.instances.items():
         own = whole.instances[name]
         add_counts(own.requests, instance.requests)
-        add_counts(own.model_expected_s, instance.model_expected_s)
-        add_counts(own.model_seen_s, instance.model_seen_s)
+        for part_name, times in instance.parts.items():
+            _add(own.parts[part_name], times, PART_SECONDS)
         _add(own, instance, INSTANCE_COUNTS)
 
 

@@ -462,7 +462,7 @@ class KvTransfers(Splits):
         return link
 
     def prefilled(self, lease: Lease) -> None:
-        self._totals.instances[lease.instance].ended(Outcome.OK)
+        self._totals.instances[lease.instance].ended(Outcome.OK.value)
         self._carry_out(self._scheduler.on_prefilled(lease, self._driver.now()))
 
     def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:

@@ -42,8 +42,8 @@ _MOST_WORDS_CHARACTERS: Final = 200
 def model_factors(counted: InstanceTotals) -> dict[str, float | None]:
     """Return seen over expected time by part of the latency model; None if too little was seen."""
     return {
-        part: counted.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
-        for part, expected_s in counted.model_expected_s.items()
+        part: times.seen_s / times.expected_s if times.expected_s >= LEAST_EVIDENCE_S else None
+        for part, times in counted.parts.items()
     }
 
 
