@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from hetlb.balancer.core.evidence.silence import COUNTERS_STALE_S
-from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId
 
-#: Seconds that a request may be on its way to its engine's counts.
+#: Seconds that a request without a token may be on its way to its engine's counts.
 _ON_THE_WAY_S: Final = 1.0
+#: Seconds without a token after which a stream stands still.
+_STILL_S: Final = 1.0
 
 
 def missing(instance: Instance, now: float) -> int:
@@ -24,10 +25,12 @@ def missing(instance: Instance, now: float) -> int:
     sample, at = instance.sample, instance.sample_at
     if sample is None or at is None or sample.running is None or now - at > COUNTERS_STALE_S:
         return 0
-    since = at - sample.age_s - _ON_THE_WAY_S
+    seen_at = at - sample.age_s
     before = 0
     for lease in instance.leases.values():  # of several sequences some may have ended
-        before += lease.request.sequences == 1 and lease.dispatched_at < since and not lease.incoming
+        if lease.request.sequences == 1 and not lease.incoming:
+            since = lease.first_token_at
+            before += (lease.dispatched_at + _ON_THE_WAY_S if since is None else since) < seen_at
     return max(0, before - sample.running - (sample.waiting or 0))
 
 
@@ -40,7 +43,7 @@ def still(instances: Sequence[Instance], token_at: Callable[[Lease], float], now
         for lease in instance.leases.values()
         if lease.own and not lease.judged and lease.request.streamed and lease.request.sequences == 1
         if lease.first_token_at is not None
-        if now - token_at(lease) >= LEAST_SILENCE_S
+        if now - token_at(lease) >= _STILL_S
     ]
 
 
