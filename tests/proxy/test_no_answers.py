@@ -105,6 +105,27 @@ async def test_pages_of_one_engine_do_not_draw_the_requests(start: Start) -> Non
         assert len(bad.visits) <= 4
 
 
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        *[(ASK, plain(NO_ANSWERS[each])) for each in ("cut", "cut-behind-a-brace", "error-as-text")],
+        (ASK_STREAM, SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + LAST),
+        (ASK_STREAM, SSE_HEAD + LAST),
+    ],
+)
+async def test_behind_a_part_of_an_answer_that_no_client_has_seen_another_answers(
+    start: Start, asked: bytes, part: bytes
+) -> None:
+    """The part came at once, with an end as of a whole answer."""
+    async with Upstream(part) as bad, Upstream(STREAM if asked is ASK_STREAM else plain()) as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post(asked))
+        assert (answer.status, answer.headers["x-hetlb-instance"]) == (200, "i1")
+        assert answer.body.endswith(DONE) if asked is ASK_STREAM else answer.body == PLAIN_BODY
+        assert (len(bad.visits), len(good.visits)) == (1, 1)
+    assert proxy.ended == [("ok", "answer", 200)]
+
+
 @given(st.binary(max_size=60))
 def test_bytes_are_judged_without_an_error(body: bytes) -> None:
     assert is_answer(b'{"choices":[{"text":"x"}]}' + body) is (not body.strip(b" \t\r\n"))

@@ -31,7 +31,7 @@ from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.answer_form import ODD, PATHS, WRONG
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
-from hetlb.balancer.http.sse import SseWatcher, is_comment
+from hetlb.balancer.http.sse import SseWatcher, is_answer, is_comment
 
 #: Seconds for which an engine is known to stand still, after which its stream ends.
 _HUNG_S: Final = 20.0
@@ -41,8 +41,6 @@ _CHAT: Final = Kind.CHAT
 #: Events of a trial's stream that are kept until all of them are there, and most bytes of them.
 _TRIAL_EVENTS: Final = 8
 _TRIAL_BYTES: Final = 16 << 10
-#: Field of every answer to a chat or a completion.
-_CHOICES: Final = b'"choices"'
 #: Paths of which vLLM reads the engine that is chosen, from this version on (`engines/scrape.py`).
 _WITH_RANK: Final = ("/v1/chat/completions", "/v1/completions")
 _RANK: Final = b"x-data-parallel-rank"
@@ -315,7 +313,7 @@ class Plain(Attempt):
         now = exchange.now()  # a whole answer begins and ends in the same read
         if exchange.phase is not _STREAMING:
             payload = answer.kept + payload
-            if _failed_at_once(self, answer, payload) or _is_none(self, answer, payload):
+            if _failed_at_once(self, answer, payload, ended=True) or _is_none(self, answer, payload):
                 return
             first = self._first_bytes(answer, payload, now, whole=True)
             if first is None:
@@ -559,25 +557,31 @@ def _too_few(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
     return len(payload) < _TRIAL_BYTES and payload.count(b"data:") < _TRIAL_EVENTS
 
 
-def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a stream failed before any of it was passed on, and another instance got the request."""
-    if answer.stream is None or attempt.handling.keeps:
+def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes, *, ended: bool = False) -> bool:
+    """Return True if a stream failed before any of it was passed on, and another instance got the request.
+
+    `ended`: no more of it comes, so it failed without its end as well.
+    """
+    if answer.stream is None or attempt.handling.keeps or attempt.response.state is STARTED:
         return False
-    if payload.find(b'"error"') < 0 or attempt.response.state is STARTED:
+    cut = ended and attempt.exchange.record.kind in _WITH_END and payload.find(b"[DONE]") < 0
+    if not cut and payload.find(b'"error"') < 0:
         return False
     begun = SseWatcher(False)
     begun.feed(payload)
-    if not begun.failed or (begun.events and attempt.handling.reruns and not begun.refused):
+    if not (begun.failed or (cut and not begun.whole)):
+        return False
+    if begun.events and attempt.handling.reruns and not begun.refused:
         return False  # tokens that another one goes on behind are an answer that has begun
     _turned_away(attempt, 400 if begun.refused else 500, None)
     return attempt.exchange.attempt is not attempt
 
 
 def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
-    """Return True if a whole body is no answer (such as an error), and another instance got the request."""
+    """Return True if a whole body is no answer (an error, a part), and another instance got the request."""
     if answer.stream is not None or attempt.lease.request.path not in PATHS:
         return False
-    if answer.has_usage(body) or body.find(_CHOICES) >= 0:
+    if answer.has_usage(body) or is_answer(body):
         return False
     if answer.refuses or attempt.handling.keeps or attempt.response.state is STARTED or not answer.is_legible:
         return False
