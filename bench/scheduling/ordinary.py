@@ -53,6 +53,8 @@ _SEED: Final = 7300
 _SAMPLE: Final = 600
 #: Longest prompt and answer of the traces with long prompts.
 _LONGEST_TOKENS: Final = 126_000
+#: Least KV cache that holds the longest prompt and answer of agents and of shared prompts.
+_LEAST_KV: Final = 22_528
 FIXED: Final[dict[str, tuple[Kind, ...]]] = {
     "8 of 5 kinds": (
         Kind("b200_sxm", L8, 1), Kind("h100_sxm", L8, 1, 2), Kind("a100_sxm", L8, 2),
@@ -274,6 +276,8 @@ class Bench:
         for spec, kind in zip(specs, kinds, strict=True):
             engine = engines[spec.name]
             kv = int(engine.limits.kv_cache_tokens * case.kv)
+            if case.kv < 1.0:
+                kv = max(kv, _LEAST_KV)
             if "mooncake" in case.traffic:
                 kv = max(kv, _LONGEST_TOKENS + 16)
             slots = _FEW_SLOTS if case.burst else engine.limits.max_num_seqs

@@ -252,7 +252,7 @@ class Instance:
     def take_speed(self) -> None:
         """Scale the latency model by the factor of the speed tracker."""
         factor = self.speed.factor
-        self.latency = self.nominal if factor == 1.0 else self.nominal.scaled(factor)
+        self.latency = self.speed.apart(self.nominal if factor == 1.0 else self.nominal.scaled(factor))
         self.touched()
         self.changed()
 

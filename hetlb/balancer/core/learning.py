@@ -26,6 +26,9 @@ _LEAST_STEPS: Final = 4.0
 #: Largest ratio of the tokens of prompts that may have been read to the tokens of prompts that surely were.
 #: Above it, their times show no speed.
 _MOST_PARTLY_RATIO: Final = 1.25
+#: Least tokens of a prompt that shows the speed of reading, and largest share of them that came behind it.
+_LEAST_READ_TOKENS: Final = 256
+_MOST_LATE_SHARE: Final = 0.25
 #: Share of an answer's time. If the first byte came later, the answer came as a whole and is no stream.
 _WHOLE_SHARE: Final = 0.99
 #: Least share of a stream's time spent in decoding, for the stream to show a speed.
@@ -231,6 +234,25 @@ def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
     instance.exploring = None
     instance.take_speed()
     return True
+
+
+def learn_reading(instance: Instance, lease: Lease, now: float) -> None:
+    """Correct the speed of reading by a first token. Called before the ledger knows of it.
+
+    Its prompt was read alone: none was unread as it was sent, and few tokens came since. It waited for no
+    slot and, as far as is known, for no memory. A data sheet and an engine's history tell that speed better.
+    """
+    unread, known = lease.unread_tokens, instance.sample_at is not None or instance.capacity.kv_cache_tokens
+    if unread < _LEAST_READ_TOKENS or instance.reading_since != lease.dispatched_at:
+        return
+    if instance.late_tokens > _MOST_LATE_SHARE * unread or instance.nominal is not DEFAULT_LATENCY:
+        return
+    if lease.ahead > (instance.steps.most + 1 if known else 1):
+        return
+    if lease.expected_first_s > 0.0 and now > lease.dispatched_at > instance.speed.stood_at:
+        instance.elapsed(now)
+        if instance.speed.read(lease.expected_first_s, now - lease.dispatched_at, now):
+            instance.take_speed()
 
 
 def learn_prefill(instance: Instance, lease: Lease, now: float) -> bool:

@@ -174,6 +174,8 @@ class Scheduler:
             instance.evidence.begun.update(lease.request.features)
         if lease.request.sequences and learning.token_came(instance, now):
             self.fleet.reindex(now)
+        if not instance.profiled and lease.request.streamed and lease.decode is None:
+            learning.learn_reading(instance, lease, now)
         instance.first_token(lease, now)
         if lease.request.streamed and instance.sample is None:
             learning.learn_slots_late(instance, lease, now)

@@ -9,6 +9,10 @@ Models of a fleet are often wrong together (another build, an estimate, the defa
 answered, its factor is the mean of the other instances', with profiles and without apart. The default model
 is a guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
 less for that reason. So factors without a profile that are near each other are averaged.
+
+Engines differ more in reading than in decoding (an L40S with a 70B model reads 40 x and decodes 3 x as slowly
+as an H100). Without a profile, prompts that were read alone show a factor of reading. It counts apart if it
+differs clearly.
 """
 
 from __future__ import annotations
@@ -31,6 +35,11 @@ PRIOR_S: Final = 5.0
 FIRST_PROMPTS_S: Final = 0.1
 _CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
+#: Ratio of the factor of reading to the other one from which on it counts apart, prompts that show it, and
+#: seconds that one such prompt is believed without another; each further one doubles them.
+_APART_FACTOR: Final = 2.0
+_READINGS: Final = 8
+_BELIEVED_S: Final = 60.0
 #: Largest factor that leaves a measured profile as it is, and the largest correction.
 TRUSTED_FACTOR: Final = 1.2
 MOST_PROFILED_FACTOR: Final = 4.0
@@ -109,6 +118,10 @@ class SpeedTracker:
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations that is in force, and the factor of its own answers.
         self.factor = self.shown = 1.0
+        #: Factor and expected seconds of the newest prompts that were read alone; the least and the largest
+        #: factor of the long ones, and the time until which they are believed without another prompt.
+        self._readings: list[tuple[float, float]] = []
+        self._least_reading, self._most_reading, self._doubt_at = 0.0, math.inf, math.inf
         #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
@@ -168,6 +181,34 @@ class SpeedTracker:
         """True if it is slow. Its work goes elsewhere then, so few answers show whether it still is."""
         return self.slow or self.slowed_since is not None
 
+    @property
+    def reading(self) -> float:
+        """Factor for the model's times of reading: another one if all long prompts read alone show it."""
+        if self._least_reading >= _APART_FACTOR * self.factor:
+            return self._least_reading
+        if self._most_reading * _APART_FACTOR <= self.factor:
+            return self._most_reading
+        return self.factor
+
+    def read(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Learn from a prompt that was read alone. Return True if the factor of reading changed."""
+        before, most, readings = self.reading, self._most, self._readings
+        readings.append((max(1.0 / most, min(most, seconds / expected_s)), expected_s))
+        del readings[:-_READINGS]
+        long_s = max([each[1] for each in readings]) / 2.0
+        shown = [factor for factor, each_s in readings if each_s >= long_s]
+        self._least_reading, self._most_reading = min(shown), max(shown)
+        self._doubt_at = now + _BELIEVED_S * 2.0 ** (len(readings) - 1)
+        return self.reading != before
+
+    def apart(self, model: LatencyModel) -> LatencyModel:
+        """Return a model of one factor with reading as much slower as prompts showed it to be."""
+        reading = self.reading / self.factor
+        if reading == 1.0:
+            return model
+        host_s, request_s, sequence_s = model.host_s, model.request_s, model.host_sequence_s
+        return model.with_factors(reading, 1.0, 1.0, host_s, request_s, sequence_s)
+
     def renew(self, now: float) -> bool:
         """Take the last answers in a row as its speed if they are clearly faster.
 
@@ -201,7 +242,13 @@ class SpeedTracker:
         return seconds
 
     def age(self, now: float) -> None:
-        """Let a factor that is worse than before return to `_good` while no answer confirms it."""
+        """Let a factor that is worse than before return to `_good` while no answer confirms it.
+
+        A factor of reading is no longer in force once no prompt has confirmed it for long.
+        """
+        if now > self._doubt_at:
+            self.changed = self.changed or self.reading != self.factor
+            self._least_reading, self._most_reading, self._doubt_at = 0.0, math.inf, math.inf
         begin = max(self.seen_at + MEMORY_S, self._aged_at)
         if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE_SHARE):
             return
@@ -240,7 +287,7 @@ class SpeedTracker:
         self, model: LatencyModel, since: Mark, until: Mark, seconds: float, steps: float, budget: float
     ) -> tuple[float, bool]:
         """Return the predicted seconds of `steps` decode steps between two marks; True if many were mixed."""
-        engine_s = seconds * self.engines
+        model, engine_s = self.apart(model), seconds * self.engines
         running = (until.sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
             running = 1.0
