@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.facts import ModelsLearned
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome
 
@@ -41,6 +42,17 @@ def test_a_prompt_longer_than_an_engine_may_have_ahead_waits_for_its_own_length_
     scheduler.on_cancelled(len(leases), 0.0)
     sent = placed(scheduler.on_arrival(request(1000, prompt=100_000, streamed=True), 0.1))
     assert [lease.request.id for lease in sent] == [1000]
+
+
+def test_prompts_for_an_adapter_wait_at_its_engine() -> None:
+    """Many of its unread prompts wait for a slot of an adapter. Another engine would load theirs again."""
+    scheduler = make_scheduler([spec("a", capacity=CAPACITY)], "hetlb")
+    scheduler.on_instance(ModelsLearned("a", ("m", "lora"), ("lora",)), 0.0)
+    sent: list[Lease] = []
+    for number in range(60):
+        asked = request(number, prompt=2048, streamed=True, model="lora")
+        sent += placed(scheduler.on_arrival(asked, 0.0))
+    assert len(sent) == 60
 
 
 def test_a_slower_engine_gets_no_more_of_a_queue_than_its_share_of_speed() -> None:
