@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -210,6 +210,14 @@ async def turns_until(holds: Callable[[], bool], limit_s: float = HANG_S) -> Non
         while not holds():
             turns += 1
             await asyncio.sleep(0 if turns < _TURNS else 0.002)
+
+
+async def asked_until(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Ask again, with pauses, until the answer is true, and return it."""
+    async with asyncio.timeout(HANG_S):
+        while not (answer := await ask()):
+            await asyncio.sleep(0.02)
+    return answer
 
 
 def outcomes(totals: Totals) -> list[str]:

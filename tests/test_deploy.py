@@ -307,7 +307,7 @@ async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path)
         assert [probe["port"] for probe in probes] == ["admin", "admin"]
         async with asyncio.timeout(HANG_S):
             while [status(admin + probe["path"]) for probe in probes] != [200, 200]:
-                await asyncio.sleep(0)  # it listens before it has heard of a slow engine
+                await asyncio.sleep(0.02)  # it listens before it has heard of a slow engine
         assert status(f"{admin}/metrics") == 401
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from aiohttp import web
 from cli.test_doctor import GOOD, MODELS, NEXT_STEPS, Plan, server, wrong
-from helpers import free_port, turns_until
+from helpers import asked_until, free_port, turns_until
 from proxy.services import Engine, serving
 from proxy.test_tls import Authority
 
@@ -270,8 +270,7 @@ async def same_words(folder: Path, urls: list[str], cause: str, found: dict[str,
             causes[:] = (await running.admin("GET", "/v1/status")).json["causes"]
             return any((each["cause"], each["instance"]) == (cause, "s1") for each in causes)
 
-        while not await named():
-            await asyncio.sleep(0)
+        await asked_until(named)
     [told] = [each for each in causes if each["cause"] == cause]
     advice = told["advice"].removesuffix(".")
     if cause == "dead" and "/health" not in found["found"]:

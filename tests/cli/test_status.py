@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import HANG_S, free_port
+from helpers import HANG_S, asked_until, free_port
 from proxy.services import Engine, document, serving
 
 
@@ -28,8 +28,11 @@ async def test_the_exit_status_follows_the_state(tmp_path: Path) -> None:
         code, line, _ = await status(f"http://127.0.0.1:{running.service.admin.address[1]}")
         assert (code, line[:6], line.count("\n")) == (0, "well: ", 1)
         await two.__aexit__()
-        while (await running.admin("GET", "/v1/status")).json["state"] == "well":
-            await asyncio.sleep(0.05)
+
+        async def ails() -> bool:
+            return bool((await running.admin("GET", "/v1/status")).json["state"] != "well")
+
+        await asked_until(ails)
         code, said, _ = await status(f"http://127.0.0.1:{running.service.admin.address[1]}", "--json")
         found = json.loads(said)
         assert (code, found["state"]) == (1, "degraded")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import uvloop
-from helpers import HANG_S
+from helpers import turns_until
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.emulator import EmulatedEngine
@@ -40,9 +40,7 @@ def make_profile(**engine: Any) -> Profile:
 
 async def idle(engine: EmulatedEngine) -> None:
     """Wait until no sequence runs or waits: all were answered, or aborted since their clients left."""
-    async with asyncio.timeout(HANG_S):
-        while engine.running or engine.waiting:
-            await asyncio.sleep(0)
+    await turns_until(lambda: not engine.running and not engine.waiting)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

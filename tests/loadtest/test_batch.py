@@ -24,7 +24,7 @@ import msgspec
 import pytest
 import trustme
 from aiohttp import web
-from helpers import HANG_S, free_port
+from helpers import HANG_S, free_port, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -368,8 +368,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
     running = asyncio.create_task(run(f"http://127.0.0.1:{port}", source, out, tell=tell))
     await refused.wait()
     async with serving(good, port=port, models=503) as server:
-        while not server.listed:
-            await asyncio.sleep(0.01)
+        await turns_until(lambda: server.listed)
         server.models = [{"id": "m", "background_class": "later"}]
         work = await running
     assert work.progress.completed == 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 import yaml
-from helpers import HANG_S, free_port
+from helpers import HANG_S, free_port, turns_until
 
 from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
@@ -146,8 +146,7 @@ def test_no_task_is_left_after_a_lag_of_the_loop(
         async with mute.listening() as port:
             close = await owner(port, tmp_path, first)
             begun = mute.taken
-            while mute.taken == begun:  # a wait that has just begun ends during the lag
-                await asyncio.sleep(0.01)
+            await turns_until(lambda: mute.taken != begun)  # a wait that has just begun ends during the lag
             time.sleep(LAG_S)  # noqa: ASYNC251
             async with asyncio.timeout(HANG_S):
                 await close()

@@ -210,6 +210,7 @@ async def is_ready(incident: Incident) -> None:
 
 
 async def flaps(incident: Incident) -> None:
+    """Die and start three times: the seconds between are the fault itself."""
     for _ in range(3):
         await dies(incident)
         await asyncio.sleep(1.5)

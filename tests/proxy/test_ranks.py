@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from helpers import turns_until
 from proxy.services import document, serving
 from proxy.test_proxying import Start, ask, post
 from proxy.upstreams import Upstream
@@ -45,8 +46,8 @@ async def hit_share(folder: Path, servers: int, ranks: int) -> float:
         running = await stack.enter_async_context(serving(folder, fleet))
         for number in range(servers):
             await running.up(f"i{number}")
-        while any((each.ranks is None) != (ranks == 1) for each in running.scheduler.instances):
-            await asyncio.sleep(0.01)
+        seen = running.scheduler.instances
+        await turns_until(lambda: all((each.ranks is None) == (ranks == 1) for each in seen))
         session = await stack.enter_async_context(aiohttp.ClientSession())
 
         async def chat(number: int) -> None:

@@ -168,7 +168,7 @@ class Placement:
         return self._mix(instance.spec.model).speed(instance)
 
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
-        """Return weighted tokens per second of each instance at the mean request of a model; for people."""
+        """Return the weighted tokens per second of each instance at the mean request of a model."""
         mix = self._mix(model)
         return {instance.name: mix.speed(instance) for instance in instances}
 

@@ -163,7 +163,10 @@ class Roster:
         return done + (f", {len(updated)} changed" if updated else "")
 
     def refresh(self) -> None:
-        """Choose profiles again after `replace`, and add found servers with names that became free."""
+        """Choose profiles again after `replace`.
+
+        A found server that waited for its name is added if the file uses this name no more.
+        """
         self._profiles.clear()
         if "members" in vars(self):
             self.members.refresh()

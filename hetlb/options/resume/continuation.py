@@ -326,7 +326,10 @@ class Continuation:
     def _adapt(
         self, choice: dict[str, Any], delta: dict[str, Any], fields: dict[str, Any], progress: Progress
     ) -> bool:
-        """Change the contents of an event in place. Return False if they differ from the earlier ones."""
+        """Change an event of the second engine to what the client expects, in place.
+
+        Return False if its text differs from the text that the first engine has already given.
+        """
         text, ids = choice.get("text", delta.get("content")) or "", choice.get("token_ids")
         if progress.ahead and text:
             size = min(len(progress.ahead), len(text))

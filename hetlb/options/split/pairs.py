@@ -239,7 +239,10 @@ class _Pairs:
         return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
-        """Return candidates for people. An instance is not eligible if its role excludes whole requests."""
+        """Return every instance and the best pair with its score, as pages and logs show them.
+
+        An instance is not eligible if its role excludes a whole request.
+        """
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
         for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):

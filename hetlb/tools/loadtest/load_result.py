@@ -190,7 +190,7 @@ def _instance_latencies(records: Iterable[RequestResult], name: str) -> dict[str
 
 
 def _reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the reasons to suspect a client that was behind its plan, or answers other than asked for."""
+    """Yield the reasons to doubt a run: a client behind its plan, or answers other than it asked for."""
     late_ms, lag_ms, cpu_share = found["p99_lateness_ms"], found["p99_loop_lag_ms"], found["cpu_share"]
     offered, achieved = found["offered_rate"], found["achieved_rate"]
     allowed_ms = ERROR_ALLOWED_SHARE_OF_TTFT * (figures["median_ttft_ms"] or figures["median_e2el_ms"])

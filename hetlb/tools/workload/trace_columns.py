@@ -198,7 +198,7 @@ class Columns:
         self._units_s: dict[str, float] = {}
 
     def _found(self, role: str, names: tuple[str, ...]) -> Iterator[str]:
-        """Yield the keys of a role, keys with a unit in their name first."""
+        """Yield the file's keys that may hold a role; keys with a unit in their name come first."""
         units = (*UNITS_S, *_CLOCKS) if role in _MOMENTS else UNITS_S if role in _DURATIONS else ()
         yield from (key for name in names for unit in units if (key := self.file.names.get(name + unit)))
         if role not in _DURATIONS or self._usual_s is not None:

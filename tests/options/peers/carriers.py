@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import HANG_S, free_port
+from helpers import asked_until, free_port
 
 from hetlb.options.peers.hub import Hub
 
@@ -29,9 +29,7 @@ class Server:
             SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
             stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
-        async with asyncio.timeout(HANG_S):
-            while not await self.answers():
-                await asyncio.sleep(0.01)
+        await asked_until(self.answers)
 
     @property
     def url(self) -> str:

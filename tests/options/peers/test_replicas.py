@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from helpers import HANG_S
+from helpers import HANG_S, turns_until
 from options.peers.carriers import CARRIERS, MAKE
 from proxy.services import document
 
@@ -132,5 +132,4 @@ async def test_no_request_without_a_byte_is_lost_with_a_replica(tmp_path: Path, 
                     ):
                         break
                     await asyncio.sleep(0.02)
-        while one.running or two.running or one.waiting or two.waiting:
-            await asyncio.sleep(0.02)
+        await turns_until(lambda: not (one.running or two.running or one.waiting or two.waiting))

@@ -30,6 +30,7 @@ from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.peers import peer_messages, share
 from hetlb.options.peers.hub import Hub, HubError, HubTransport, check_place
 from hetlb.options.peers.lease_wire import WireBegun, WireBooked, WireChange, WireEnded
+from hetlb.options.peers.peer_messages import Receive
 from hetlb.options.peers.sharing import Sharing, transport_of
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -301,8 +302,23 @@ async def other_user(script: str, path: Path) -> AsyncIterator[asyncio.subproces
         await process.wait()
 
 
-def shared_over(path: Path) -> Sharing:
-    return Sharing(SharedTable(), HubTransport(path), make_scheduler([spec("a")]), lambda _: None, "ab")
+class Tries(HubTransport):
+    """A hub's transport that counts its tries to connect."""
+
+    count = 0
+
+    async def run(self, joined: Callable[[], None], receive: Receive) -> None:
+        self.count += 1
+        await super().run(joined, receive)
+
+    async def two_more(self) -> None:
+        before = self.count
+        await turns_until(lambda: self.count >= before + 2)
+
+
+def shared_over(path: Path, transport: HubTransport | None = None) -> Sharing:
+    transport = transport or HubTransport(path)
+    return Sharing(SharedTable(), transport, make_scheduler([spec("a")]), lambda _: None, "ab")
 
 
 @needs_root
@@ -314,11 +330,11 @@ async def test_a_hub_of_another_user_is_one_line_and_is_told_nothing(
     path = reachable / "hub.sock"
     listens = "s.bind(path); s.listen(); print(flush=True); s.accept(); print('believed', flush=True)"
     async with other_user(listens, path) as process:
-        one = shared_over(path)
+        one = shared_over(path, tries := Tries(path))
         one.start()
         expected = "belongs to another user" if sticky else "only this user or root can write to"
         await turns_until(lambda: expected in caplog.text)
-        await asyncio.sleep(0.6)  # two more tries
+        await tries.two_more()
         assert caplog.text.count("the connection is lost") == 1
         assert not one.connected
         await one.close()
@@ -367,10 +383,10 @@ async def test_a_place_that_cannot_be_a_hubs_is_one_line(
         path = tmp_path / "none" / "hub.sock"
     else:
         os.chmod(tmp_path, 0o777)
-    one = shared_over(path)
+    one = shared_over(path, tries := Tries(path))
     one.start()
     await turns_until(lambda: "the connection is lost" in caplog.text)
-    await asyncio.sleep(0.6)
+    await tries.two_more()
     assert caplog.text.count("the connection is lost") == 1
     assert "Traceback" not in caplog.text
     await one.close()

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
-from helpers import HANG_S, turns_until
+from helpers import HANG_S, asked_until, turns_until
 from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
@@ -58,10 +58,7 @@ async def two(tmp_path: Path, fleet: dict[str, Any]) -> AsyncIterator[tuple[Serv
 
 
 async def take_over(old: Service, new: Service) -> None:
-    takeover: Takeover | None = None
-    while takeover is None:
-        takeover = await Takeover.ask(old.address)
-        await asyncio.sleep(0.005)
+    takeover = await asked_until(lambda: Takeover.ask(old.address))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("hetlb.options.peers.takeover.PROVEN_S", 0.0)
         takeover.join(new)
@@ -199,10 +196,7 @@ async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: 
 
 async def test_one_that_asks_during_a_takeover_is_answered_by_the_successor(tmp_path: Path) -> None:
     async with Engine() as engine, two(tmp_path, document(engine)) as (old, new):
-        takeover: Takeover | None = None
-        while takeover is None:
-            takeover = await Takeover.ask(old.address)
-            await asyncio.sleep(0.005)
+        takeover = await asked_until(lambda: Takeover.ask(old.address))
         asking = asyncio.create_task(Takeover.ask(old.address))
         takeover.join(new)
         await new.start(takeover=takeover)
@@ -304,10 +298,7 @@ async def test_another_user_gets_no_listeners_and_floods_no_log(
 
 async def test_a_successor_that_dies_leaves_the_old_process_serving(tmp_path: Path) -> None:
     async with Engine() as engine, two(tmp_path, document(engine)) as (old, new):
-        takeover: Takeover | None = None
-        while takeover is None:
-            takeover = await Takeover.ask(old.address)
-            await asyncio.sleep(0.005)
+        takeover = await asked_until(lambda: Takeover.ask(old.address))
         takeover.join(new)
         starting = asyncio.create_task(new.start(takeover=takeover))
         await turns_until(lambda: new.address == old.address)  # it accepts

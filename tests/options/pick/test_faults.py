@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from helpers import HANG_S, free_port, turns_until
+from helpers import HANG_S, asked_until, free_port, turns_until
 from options.pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, answer, rig
 from proxy.upstreams import DONE, TOKEN
 
@@ -436,9 +436,11 @@ class PickerProcess:
 
     async def at_rest(self) -> None:
         """Wait until its figures are zero, then check that every request had one outcome."""
-        async with asyncio.timeout(HANG_S):
-            while await self.in_flight():
-                await asyncio.sleep(0)
+
+        async def rests() -> bool:
+            return not await self.in_flight()
+
+        await asked_until(rests)
         page = (await self._figures("/metrics")).decode()
         decisions, ended = (
             sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from helpers import HANG_S, no_more_descriptors, outcomes
+from helpers import HANG_S, no_more_descriptors, outcomes, turns_until
 from options.split.split_rig import WHOLE, Rig, rig
 
 from hetlb.tools.emulator import EmulatedEngine
@@ -22,12 +21,6 @@ def kv(fleet: Rig, name: str) -> KvExchange:
     exchange = fleet.engines[name].kv
     assert exchange is not None
     return exchange
-
-
-async def until(what: Callable[[], Any]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not what():
-            await asyncio.sleep(0.005)
 
 
 async def restarted(fleet: Rig, name: str) -> None:
@@ -71,7 +64,7 @@ async def test_without_the_deadline_the_emulated_engine_does_give_wrong_text(
         ask = {"do_remote_decode": True, "do_remote_prefill": False}
         async with fleet.session.post(first, json={**body, "kv_transfer_params": ask}) as reply:
             params = (await reply.json())["kv_transfer_params"]
-        await until(lambda: kv(fleet, "e0").expired)
+        await turns_until(lambda: kv(fleet, "e0").expired)
         late = {**body, "max_tokens": 3, "stream": stream, "kv_transfer_params": params}
         async with fleet.session.post(second, json=late) as reply:
             assert reply.status == 200
@@ -87,10 +80,10 @@ async def test_the_prefill_instance_dies_before_its_blocks_are_fetched(
         reader = kv(fleet, "e0")
         reader.answering.clear()
         asked = asyncio.create_task(fleet.ask(stream=stream))
-        await until(lambda: reader.asked)
+        await turns_until(lambda: reader.asked)
         await fleet.engines["e0"].close()
         assert (await asked)[:3] == (200, WHOLE, "e1")
-        await until(lambda: fleet.handovers)
+        await turns_until(lambda: fleet.handovers)
         assert fleet.handovers == {"decode_error" if policy == "fail" else "not_fetched": 1}
         assert (await fleet.ask(stream=stream))[:3] == (200, WHOLE, "e1")
         fleet.engines.pop("e0")
@@ -104,7 +97,7 @@ async def test_the_prefill_instance_is_restarted_before_its_blocks_are_fetched(
     async with rig(tmp_path) as fleet:
         kv(fleet, "e0").answering.clear()
         asked = asyncio.create_task(fleet.ask(stream=stream))
-        await until(lambda: kv(fleet, "e0").asked)
+        await turns_until(lambda: kv(fleet, "e0").asked)
         await restarted(fleet, "e0")
         assert (await asked)[:3] == (200, WHOLE, "e1")
         assert fleet.handovers == {"decode_error": 1}
@@ -138,7 +131,7 @@ async def test_the_decode_instance_dies_while_it_fetches(tmp_path: Path, stream:
     async with rig(tmp_path, roles=("prefill", "decode", "decode"), lease_s=3.0) as fleet:
         kv(fleet, "e0").answering.clear()
         asked = asyncio.create_task(fleet.ask(stream=stream))
-        await until(lambda: kv(fleet, "e0").asked)
+        await turns_until(lambda: kv(fleet, "e0").asked)
         name = "e1" if fleet.engines["e1"].waiting else "e2"
         await fleet.engines.pop(name).close()
         kv(fleet, "e0").answering.set()
@@ -197,11 +190,11 @@ async def test_the_client_leaves(tmp_path: Path, connector: str, phase: str, str
         ask = fleet.ask(stream=stream, prompt=[1] * 4000, max_tokens=2000, timeout_s=HANG_S)
         asked = asyncio.create_task(ask)
         if phase == "prefill":
-            await until(lambda: reader.running)
+            await turns_until(lambda: reader.running)
         elif phase == "fetch":
-            await until(lambda: decoder.waiting and kv(fleet, "e0").held)
+            await turns_until(lambda: decoder.waiting and kv(fleet, "e0").held)
         else:
-            await until(lambda: decoder.running)
+            await turns_until(lambda: decoder.running)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -216,11 +209,11 @@ async def test_pushed_blocks_of_a_client_that_left_are_held_until_their_lease_en
         reader = kv(fleet, "e0")
         reader.answering.clear()
         asked = asyncio.create_task(fleet.ask())
-        await until(lambda: fleet.engines["e1"].waiting and reader.held)
+        await turns_until(lambda: fleet.engines["e1"].waiting and reader.held)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        await until(lambda: not fleet.engines["e1"].waiting)
+        await turns_until(lambda: not fleet.engines["e1"].waiting)
         reader.answering.set()
         assert fleet.service.scheduler.placement.splits.holds
         await fleet.idle()
@@ -241,7 +234,7 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
     async with rig(tmp_path) as fleet:
         kv(fleet, "e0").answering.clear()
         asked = asyncio.create_task(fleet.ask())
-        await until(lambda: fleet.service.scheduler.placement.splits.holds)
+        await turns_until(lambda: fleet.service.scheduler.placement.splits.holds)
         admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
         async with fleet.session.get(admin + "/v1/fleet") as reply:
             document = await reply.json()
@@ -259,11 +252,11 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
 async def test_the_proxy_ends_while_a_prompt_is_on_its_way(tmp_path: Path, signal: str) -> None:
     async with rig(tmp_path, time_scale=4.0 if signal == "reload" else 20.0) as fleet:
         asked = asyncio.create_task(fleet.ask(stream=True, prompt=[1] * 4000))
-        await until(lambda: fleet.engines["e0"].running)
+        await turns_until(lambda: fleet.engines["e0"].running)
         if signal == "stop":
             await fleet.service.stop(0.0)
             assert (await asked)[0] == 503
-            await until(lambda: not fleet.engines["e0"].running)
+            await turns_until(lambda: not fleet.engines["e0"].running)
         else:
             await fleet.service.reload()
             assert (await asked)[:2] == (200, WHOLE)

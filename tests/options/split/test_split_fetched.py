@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from helpers import HANG_S
+from helpers import turns_until
 from options.split.split_rig import WHOLE, Rig, rig
 
 from hetlb.options.split.transfers import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
@@ -15,9 +15,8 @@ from hetlb.options.split.transfers import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRA
 async def checked(fleet: Rig, name: str) -> None:
     """Wait until the counters of a decode engine were read once."""
     scheduler = fleet.service.scheduler
-    async with asyncio.timeout(HANG_S):
-        while not scheduler.placement.splits.transfers.checks.checks(scheduler.fleet.instances[name]):
-            await asyncio.sleep(0.02)
+    checks = scheduler.placement.splits.transfers.checks
+    await turns_until(lambda: checks.checks(scheduler.fleet.instances[name]))
 
 
 async def test_done_means_fetched(tmp_path: Path) -> None:

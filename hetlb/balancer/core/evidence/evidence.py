@@ -81,7 +81,7 @@ class Room:
         return self._ramp_since is not None or now - self._limit_until < FORGOTTEN_S
 
     def short_of(self, sequences: int, max_num_seqs: int, now: float) -> str:
-        """Return the reason against running this number of sequences now, "" without one; for people."""
+        """Return the message that says why it may not run this number of sequences now, "" if it may."""
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
             if sequences > max(1.0, slots):
@@ -254,7 +254,7 @@ class Evidence:
         return self.room.limited(now) or self.wary(now)
 
     def why(self, now: float) -> str:
-        """Return the reason of the restraint, for people; "" without one."""
+        """Return the message that says why the instance gets fewer requests or none, "" if it gets all."""
         standing = self.standing(now)
         if standing == table.STALLED:
             return self.silence.told(now)
@@ -265,7 +265,7 @@ class Evidence:
         return "" if standing is None else f"it asked to come again in {self.asked_until - now:.3g} s"
 
     def less(self, max_num_seqs: int, now: float) -> str:
-        """Return the reason for which it may not take all that it can now, "" without one; for people."""
+        """Return the message that says why it may not fill all its slots now, "" if it may."""
         return self.why(now) or self.room.short_of(max_num_seqs, max_num_seqs, now)
 
     def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:

@@ -224,7 +224,7 @@ class RefusedKinds:
                 del self.by_key[key]
 
     def age(self, now: float) -> None:
-        """Forget what was not refused for long."""
+        """Drop the refusals whose time is over."""
         for key in list(self.by_key):
             kinds = self.by_key[key]
             forgotten_s = _FORGOTTEN_S if key[0] else AVOID_S
@@ -255,5 +255,5 @@ class RefusedKinds:
 
 
 def why(kind: RefusedKind) -> str:
-    """Return the reason why a request does not go to an instance, for people."""
+    """Return the message that says why a request of this kind does not go to an instance."""
     return f"it refuses such requests ({kind.status})" if kind.status else "its client lost an answer there"

@@ -71,7 +71,7 @@ class Answers:
 
     @property
     def told(self) -> str:
-        """Number of its lost answers, for people."""
+        """Text with the number of its lost answers: `3 of its last 20`."""
         return f"{self.lost:.0f} of its last {self.lost + self.well:.0f}"
 
     def ended_well(self) -> bool:
@@ -111,7 +111,7 @@ class Answers:
         return self._lost_as_elsewhere >= table.MOST_LOST_AS_ELSEWHERE
 
     def forget(self) -> None:
-        """Forget what was lost."""
+        """Set the number of lost answers to zero, and end the doubt."""
         self.lost = self.excess = 0.0
         self._losses.clear()
         self.doubted = False

@@ -114,6 +114,6 @@ class Silence:
         return stalled
 
     def told(self, now: float) -> str:
-        """Return for how long it is stalled, for people."""
+        """Return the message that says for how many seconds it is stalled."""
         silent_s = now - (self.silent_since or self.stalled_since or now)
         return f"{table.STALLED}: no token for {silent_s:.3g} s"

@@ -1,4 +1,4 @@
-"""Candidates of `hetlb` for people: each instance with its terms, and why it does not get the request."""
+"""Candidates of `hetlb` for pages and logs: each instance, its terms, and why it does not get the request."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
-    """The instances for one request, as they were at the time; `candidates` is for people."""
+    """The instances for one request, as they were at the time of the decision."""
 
     __slots__ = ("_ctx", "_ratings", "_set_loss", "_sights", "fleet", "glance", "instances", "weights")
 
@@ -206,7 +206,7 @@ class Evaluation:
         return ratings
 
     def __call__(self) -> list[Candidate]:
-        """Return candidates for people."""
+        """Return every instance with its terms and score, as pages and logs show them."""
         return [candidate_of(self._ctx, each, self.weights) for each in self.ratings]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from helpers import HANG_S
+from helpers import turns_until
 from options.peers.workers.processes import Serve, Serving
 from proxy.services import document
 
@@ -75,12 +75,6 @@ def asleep(sleep: Any) -> bool:
     return bool(sleep.asleep)
 
 
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not holds():
-            await asyncio.sleep(0.02)
-
-
 async def test_two_models_that_share_a_gpu_take_turns_over_all_workers(serve: Serve) -> None:
     async with engines("ab", wake_s=0.1) as made:
         async with aiohttp.ClientSession() as session:
@@ -111,7 +105,7 @@ async def test_the_one_that_decides_dies_while_a_server_wakes_up(serve: Serve) -
     async with engines("a", wake_s=1.0) as made:
         serving = await serve(fleet_of(made, sleep_after_s=1.0), workers=2)
         sleep = made[0].sleep
-        await until(lambda: asleep(sleep) and sleep is not None and sleep.sleeps == 1)
+        await turns_until(lambda: asleep(sleep) and sleep is not None and sleep.sleeps == 1)
         await serving.everywhere(lambda fleet: fleet["models"][0]["instances"][0]["sleep"] == "asleep")
         requests = [asyncio.create_task(asked(serving, "a")) for _ in range(12)]
         await serving.everywhere(lambda fleet: fleet["models"][0]["instances"][0]["sleep"] == "waking up")
@@ -122,7 +116,7 @@ async def test_the_one_that_decides_dies_while_a_server_wakes_up(serve: Serve) -
         assert set(statuses) <= {0, 200}
         assert 200 in statuses
         assert await asked(serving, "a") == 200
-        await until(lambda: deciding(serving) not in (0, decides))
+        await turns_until(lambda: deciding(serving) not in (0, decides))
 
 
 @pytest.mark.parametrize("workers", [2])
@@ -132,6 +126,6 @@ async def test_requests_of_every_worker_wake_an_instance(serve: Serve, workers: 
         sleep = made[0].sleep
         assert sleep is not None
         for turn in range(1, 5):
-            await until(lambda turn=turn: sleep.sleeps == turn)  # type: ignore[misc]
+            await turns_until(lambda turn=turn: sleep.sleeps == turn)  # type: ignore[misc]
             assert await asked(serving, "a") == 200
             assert sleep.wakes == turn
