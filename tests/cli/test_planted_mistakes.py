@@ -286,7 +286,7 @@ async def test_a_slow_health_page_is_too_slow_for_both(tmp_path: Path) -> None:
 
     app = web.Application()
     app.router.add_get("/health", slow)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import all_pairs, make_scheduler, request, spec
 
 from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.policies.registry import POLICIES
@@ -101,9 +101,9 @@ STOP = (60.0, 90.0)
 POLICIES_OF_TWO = sorted(POLICIES)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("profiled", [True, False])
-@pytest.mark.parametrize("rate", [0.5, 2.5, 14.0, 40.0])
+@pytest.mark.parametrize(
+    ("rate", "profiled", "seed"), all_pairs([0.5, 2.5, 14.0, 40.0], [True, False], [1, 2])
+)
 def test_it_has_its_share_again_after_half_a_minute(rate: float, profiled: bool, seed: int) -> None:
     fleet = Fleet("hetlb", rate, [STOP], profiled=profiled, seed=seed)
     fleet.run(150.0)
@@ -123,8 +123,7 @@ def test_so_it_is_under_every_policy(policy: str) -> None:
     assert fleet.longest_s <= 5.0
 
 
-@pytest.mark.parametrize("profiled", [True, False])
-@pytest.mark.parametrize("rate", [2.5, 8.0])
+@pytest.mark.parametrize(("rate", "profiled"), [(2.5, True), (8.0, False)])
 def test_a_hundred_stalls_by_chance_cost_no_share_for_more_than_ten_seconds(
     rate: float, profiled: bool
 ) -> None:
