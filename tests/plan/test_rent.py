@@ -275,14 +275,24 @@ def test_a_decomposition_without_a_plan_leaves_one_program_time_and_the_same_end
     def one_program(problem: Problem, limits: SolveLimits, _: object) -> RentPlan:
         ends.append(limits.deadline)
         left.append(limits.left_s)
-        return RentPlan({})
+        while not limits.over and len(ends) == 1:
+            pass
+        raise PlanError("no plan")
 
     clock = itertools.count()
     monkeypatch.setattr(decompose, "solve_directly", one_program)
     monkeypatch.setattr(decompose.Decomposition, "_choose", lambda search, rate, limits: None)
-    decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
-    assert ends == [looks]
-    assert left[0] >= looks / 5
+    with pytest.raises(PlanError, match="no plan"):
+        decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
+    assert ends[-1] == looks
+    assert ends[0] <= looks / 3
+    assert left[-1] >= looks / 5
+
+
+def test_what_one_program_solves_is_not_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(decompose.Decomposition, "run")
+    problem, limits = many_models(3), SolveLimits(gap=0.02)
+    assert decompose.solve(problem, limits).throughput == solve(problem, limits).throughput
 
 
 def test_an_interrupt_leaves_the_best_plan_so_far() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.errors import PlanError
 from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, Solution, SolveLimits
 from hetlb.tools.plan.rent_program import (
     Formulation,
@@ -27,13 +28,12 @@ from hetlb.tools.plan.rent_program import (
     assign,
     prune,
     relaxation,
-    require_served,
     resource_rows,
 )
 from hetlb.tools.plan.rent_program import solve as solve_directly
 
-#: Least number of models to decompose: below, one program is faster.
-FEWEST_MODELS = 3
+#: Share of the time in which one program may solve it. Of few models or GPUs it does, and better.
+_ONE_PROGRAM_SHARE = 0.25
 #: Relative gap of the small programs, at first and at the finest. Their bounds prove the result, not their
 #: solutions.
 _COARSEST_GAP = 0.1
@@ -198,12 +198,24 @@ class Decomposition:
 
 
 def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
-    """Return the best plan by one program or by decomposition, with a proven bound. Raises `PlanError`."""
-    if len(problem.models) < FEWEST_MODELS or problem.request_rate is not None:
+    """Return the best plan with a proven bound. Raises `PlanError`.
+
+    One program begins; what it cannot solve in its share of the time a decomposition goes on with.
+    """
+    if len(problem.models) < 2 or problem.request_rate is not None:
         return solve_directly(problem, limits, on_progress)
-    pruned = prune(problem)
-    require_served(problem, pruned)
-    search = Decomposition(pruned, limits, on_progress)
+    first, start = limits.within(_ONE_PROGRAM_SHARE * limits.left_s), None
+    try:
+        start = solve_directly(problem, first, on_progress)
+    except PlanError:
+        if not first.over:
+            raise
+    if start is not None and start.gap(problem) <= limits.gap:
+        return start
+    search = Decomposition(prune(problem), limits, on_progress)
+    if start is not None:
+        search.counts, search.reached = dict(start.counts), start.throughput
+        search.bound = min(search.bound, start.bound)
     search.run()
     if not search.counts:
         return solve_directly(problem, limits, on_progress)
