@@ -64,12 +64,23 @@ def test_a_reading_without_another_is_believed_for_a_while() -> None:
     assert speed.reading == SLOW
 
 
-def alone(scheduler: Scheduler, number: int, first_s: float, answer_s: float) -> float:
+def alone(
+    scheduler: Scheduler,
+    number: int,
+    first_s: float,
+    answer_s: float,
+    prompt: int = 2000,
+    keys: tuple[tuple[str, int], ...] = (),
+) -> float:
     """Serve one request alone. Return the time until its first token as it was forecast."""
-    at = 20.0 * number
-    lease = dispatched(scheduler.on_arrival(request(number, prompt=2000, max_tokens=100, streamed=True), at))
+    at = 100.0 * number
+    lease = dispatched(
+        scheduler.on_arrival(
+            request(number, prompt=prompt, max_tokens=1000, streamed=True, prefix_keys=keys), at
+        )
+    )
     scheduler.on_first_token(lease, at + first_s)
-    lease.output_tokens = 100
+    lease.output_tokens = 1000
     scheduler.on_lease_ended(lease, Outcome.OK, at + first_s + answer_s)
     return lease.forecast_first_s
 
@@ -80,6 +91,26 @@ def test_only_a_server_of_which_nothing_was_told_learns_it() -> None:
         scheduler = make_scheduler([replace(spec, gpu_alone=latency is not None)], "hetlb")
         forecasts = [alone(scheduler, n, 4.0, 3.0) for n in range(4)]
         assert (forecasts[-1] == pytest.approx(4.0, rel=0.1)) is learns
+
+
+def test_a_very_long_prompt_shows_nothing_of_ordinary_ones() -> None:
+    """Each of its tokens attends to many. The factor of all answers is what its server has."""
+    spec = InstanceSpec("a", MODEL, capacity=Capacity(kv_cache_tokens=300_000))
+    scheduler = make_scheduler([spec], "hetlb")
+    for number in range(4):
+        alone(scheduler, number, 60.0, 20.0, prompt=100_000)
+    [instance] = scheduler.instances
+    assert instance.speed.reading == instance.speed.factor
+
+
+def test_a_prompt_that_a_cache_is_believed_to_hold_shows_nothing() -> None:
+    """Its server may have dropped it since, and reads all of it again."""
+    spec = InstanceSpec("a", MODEL, capacity=Capacity(kv_cache_tokens=300_000))
+    scheduler = make_scheduler([spec], "hetlb")
+    [instance] = scheduler.instances
+    for number in range(10):
+        alone(scheduler, number, 0.4 if number == 0 else 20.0, 13.0, 8000, (("system", 3000),))
+    assert instance.speed.reading == instance.speed.factor
 
 
 def test_few_requests_go_where_prompts_are_read_slowly() -> None:

@@ -26,8 +26,10 @@ _LEAST_STEPS: Final = 4.0
 #: Largest ratio of the tokens of prompts that may have been read to the tokens of prompts that surely were.
 #: Above it, their times show no speed.
 _MOST_PARTLY_RATIO: Final = 1.25
-#: Least tokens of a prompt that shows the speed of reading, and largest share of them that came behind it.
+#: Least and most tokens of a prompt that shows the speed of reading (a token of a longer one takes longer:
+#: it attends to more), and largest share of them that came behind it.
 _LEAST_READ_TOKENS: Final = 256
+_MOST_READ_TOKENS: Final = 8192
 _MOST_LATE_SHARE: Final = 0.25
 #: Share of an answer's time. If the first byte came later, the answer came as a whole and is no stream.
 _WHOLE_SHARE: Final = 0.99
@@ -239,11 +241,14 @@ def learn_history(instance: Instance, told: EngineHistory, now: float) -> bool:
 def learn_reading(instance: Instance, lease: Lease, now: float) -> None:
     """Correct the speed of reading by a first token. Called before the ledger knows of it.
 
-    Its prompt was read alone: none was unread as it was sent, and few tokens came since. It waited for no
-    slot and, as far as is known, for no memory. A data sheet and an engine's history tell that speed better.
+    Its prompt was read alone: none was unread as it was sent, and few tokens came since. No part of it was
+    in a cache, so that no part has gone since. It waited for no slot and, as far as is known, for no memory.
+    A data sheet and an engine's history tell that speed better.
     """
     unread, known = lease.unread_tokens, instance.sample_at is not None or instance.capacity.kv_cache_tokens
-    if unread < _LEAST_READ_TOKENS or instance.reading_since != lease.dispatched_at:
+    if not _LEAST_READ_TOKENS <= unread <= _MOST_READ_TOKENS or unread < lease.prompt_tokens:
+        return
+    if instance.reading_since != lease.dispatched_at:
         return
     if instance.late_tokens > _MOST_LATE_SHARE * unread or instance.nominal is not DEFAULT_LATENCY:
         return
