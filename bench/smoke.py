@@ -100,12 +100,53 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         names = sorted(args.names or RUNS, key=lambda name: name not in FIRST)
-        outs = {name: Path(folder) / name.replace("/", "-") for name in names}
+        shown = [name for name in names if RUNS[name] == _HELP]
+        outs = {name: Path(folder) / name.replace("/", "-") for name in names if name not in shown}
         with ThreadPoolExecutor(AT_ONCE) as pool:
+            helps = pool.submit(show_help, shown)
             ran = pool.map(lambda name: runs(name, outs[name].with_suffix(".json")), outs)
-            failed = [name for name, well in zip(outs, ran, strict=True) if not well]
+            failed = [name for name, well in zip(outs, ran, strict=True) if not well] + helps.result()
     print(f"{len(names) - len(failed)} ran, {len(failed)} failed: {' '.join(failed)}")
     return int(bool(failed))
+
+
+#: Shows the help of each script named, and its exit status. One process: they import the same packages.
+#: Modules beside a script are its own.
+_SHOW = """
+import io, runpy, sys, traceback
+from contextlib import redirect_stdout
+from pathlib import Path
+paths = sys.path[1:]
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    sys.path[:] = [folder := str(Path(script).parent), *paths]
+    try:
+        with redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(script, run_name="__main__")
+        why = "no help"
+    except SystemExit as ended:
+        why = "" if not ended.code and "usage:" in said.getvalue() else f"status {ended.code}"
+    except BaseException:
+        why = traceback.format_exc()
+    print(script, repr(why), flush=True)
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+"""
+
+
+def show_help(names: list[str]) -> list[str]:
+    """Show the help of benches, and return the names of those that fail."""
+    command = [sys.executable, "-c", _SHOW, *(str(BENCH / name) for name in names)]
+    done = subprocess.run(
+        command, cwd=BENCH.parent, stdout=subprocess.PIPE, text=True, timeout=MOST_S, check=False
+    )
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    failed = [name for name in names if lines.get(str(BENCH / name)) != "''"]
+    print(f"ok  the help of {len(names) - len(failed)} benches", flush=True)
+    for name in failed:
+        print(f"FAILED  {name} --help: {lines.get(str(BENCH / name), 'not reached')}", flush=True)
+    return failed
 
 
 def runs(name: str, out: Path) -> bool:
