@@ -1,7 +1,7 @@
 """Prompt tokens estimated without tokenising on the hot path.
 
-Token ids are counted, and text where a local tokenizer is configured; other text, and media, as the engines'
-`usage` taught about a model.
+Token ids are counted. Text is counted by a local tokenizer if one is configured. Other text is estimated from
+its bytes, and media from their number. Both ratios come from the `usage` of the model's earlier answers.
 """
 
 from __future__ import annotations

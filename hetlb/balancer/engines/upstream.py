@@ -75,7 +75,10 @@ class Carried:
         raise NotImplementedError
 
     def engine_events(self, chunks: bytes) -> bool:
-        """Return True if a read of a body was whole events of text and has gone on; else nothing is done."""
+        """Send one read of a body on to the client if it is whole events of text.
+
+        Return True if it was sent. Return False if it is something else: then nothing has been done.
+        """
         return False
 
     def engine_body(self, payload: bytes) -> None:
@@ -188,7 +191,10 @@ class EngineConnection(PacedReader):
             transport.writelines((head, body))
 
     def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
-        """Let another protocol have the transport, and the bytes behind the head; `abort` ends it."""
+        """Give the transport to another protocol. Return it, and the bytes that came behind the head.
+
+        `abort` still ends the connection.
+        """
         unread = self._rest[self._rest_at :]
         self.carried, self._rest, self._rest_at = None, b"", 0
         return self._give(protocol), unread

@@ -123,7 +123,7 @@ class EngineAnswer:
         return self.tail if self.whole_only else payload
 
     def has_usage(self, body: bytes) -> bool:
-        """Return True if a whole body, of no stream, is an answer with a choice and its usage."""
+        """Return True if the body of an answer that is not streamed has a choice and its usage."""
         looked, self._looked_bytes = self._looked_bytes, len(body)
         if looked != len(body) < TAIL_BYTES and self.head.status < 400 and self.is_legible:
             self._fields = read_answer(body)

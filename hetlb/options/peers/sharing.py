@@ -227,7 +227,7 @@ class Sharing:
         return self.key_use
 
     def share_kept(self, kept: KeptPlaces) -> None:
-        """Exchange which instances keep answers too."""
+        """Tell peers which instances keep which answers, and hear theirs, from now on."""
         kept.tell = self._tell_soon
         self._parts.append(KeptNews(kept))
 
@@ -328,7 +328,7 @@ class Sharing:
         self._send(peer_messages.STATE, held)
 
     def _soon(self, kind: int) -> None:
-        """Send a question, or the whole state: a few times a second, however many messages want it."""
+        """Send a question, or the whole state. Many calls within a second make a few messages."""
         self._due.add(kind)
         if self._speaks is None:
             self._speaks = self._loop.call_at(self._spoke_at + _RETRY_S, self._speak)

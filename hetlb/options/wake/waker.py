@@ -232,7 +232,7 @@ class Waker:
         return [_told(each) for each in places if each.state is not SleepState.AWAKE]
 
     def adopt(self, change: SleepSet) -> None:
-        """Take over what the process that decides has told."""
+        """Take over the state of an instance's sleep that the deciding process has sent."""
         place, state = self.places.get(change.name), _STATES.get(change.reason)
         if place is not None and state is not None and not self._decides:
             place.state, place.since = state, self._now()

@@ -1,6 +1,7 @@
 """A server that is slow: slower than its profile says, or than usual while others are not.
 
-Its work has gone elsewhere, so good answers in a row end that, not time: of clients, or of hetlb's own.
+Its work has gone elsewhere, so time alone does not end the verdict. Good answers in a row do: answers to
+clients, or to requests of hetlb's own.
 """
 
 from __future__ import annotations

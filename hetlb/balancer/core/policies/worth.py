@@ -168,7 +168,10 @@ class Suits:
         self._passed = _NONE
 
     def kept_from(self, entry: Queued) -> frozenset[str]:
-        """Return the instances kept from `entry` for others: as urgent, or passed over before it."""
+        """Return the instances that `entry` may not take: they are kept for other requests.
+
+        These are as urgent as `entry`, or were passed over before it.
+        """
         return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
 
     def passed(self, entry: Queued) -> None:
