@@ -15,16 +15,13 @@ from pathlib import Path
 from statistics import median
 
 from hetlb.tools.profiler.fit import (
-    DEFAULT_DECODE_GRID,
-    DEFAULT_PREFILL_GRID,
     DecodeForm,
-    Point,
     PrefillForm,
-    StepKind,
     errors_on,
     fit_form,
     held_out_errors,
 )
+from hetlb.tools.profiler.grid import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ import numpy as np
 from hetlb.balancer.config.profile_file import EngineInfo, ProfileSource
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.plan.trace_throughput import Throughputs, static_estimate
-from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.grid import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind
 from hetlb.tools.profiler.sources import Measurements, make_profile
 from hetlb.tools.workload.trace_formats import read_trace
 

@@ -28,7 +28,8 @@ from typing import Any, cast
 
 from hetlb.balancer.config.profile_file import HostTime
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.tools.profiler.fit import Point, StepKind, fit
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.grid import Point, StepKind
 from hetlb.tools.profiler.sources import ASSUMED_TILE_TOKENS, complete
 from hetlb.tools.sim.against import MetricError, compare, errors, replay
 from hetlb.tools.sim.engine_limits import EngineLimits

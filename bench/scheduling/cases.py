@@ -22,7 +22,8 @@ from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
-from hetlb.tools.profiler.fit import Point, StepKind, fit
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.grid import Point, StepKind
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan

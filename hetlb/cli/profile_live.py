@@ -23,8 +23,8 @@ from hetlb.errors import HetlbError, InputError, ProfileError, visible
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import PositiveInt, load_yaml
 from hetlb.tools.profiler.client import EngineClient, ServerFacts
-from hetlb.tools.profiler.fit import StepKind, too_few
-from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.tools.profiler.fit import too_few
+from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, StepKind, clip
 from hetlb.tools.profiler.sample_file import Identity, SampleFile
 from hetlb.tools.profiler.sources import Measurements
 from hetlb.tools.profiler.sweep import REPEATS, BusyError, Sweep, learn_max_num_seqs, settled

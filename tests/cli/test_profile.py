@@ -15,7 +15,7 @@ from hetlb.cli.main import main
 from hetlb.errors import ProfileError
 from hetlb.inputs.yaml_file import yaml_text
 from hetlb.tools.profiler.aiconfigurator import Layout, query
-from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.profiler.grid import StepKind
 from hetlb.tools.profiler.sources import corrected
 from hetlb.tools.sim.iteration_times import uneven_s
 

@@ -20,12 +20,8 @@ from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid
 from hetlb.errors import ProfileError
 from hetlb.options.event_log.eventlog import read_value
 from hetlb.tools.profiler.fit import (
-    DEFAULT_DECODE_GRID,
-    DEFAULT_PREFILL_GRID,
     DecodeForm,
-    Point,
     PrefillForm,
-    StepKind,
     assumed_mixed,
     errors_on,
     fit,
@@ -33,11 +29,17 @@ from hetlb.tools.profiler.fit import (
     fit_linear,
     fit_mixed,
     fit_pnorm,
-    merge_repeats,
-    middle,
     mixed_s,
     seconds_of,
     with_grid,
+)
+from hetlb.tools.profiler.grid import (
+    DEFAULT_DECODE_GRID,
+    DEFAULT_PREFILL_GRID,
+    Point,
+    StepKind,
+    merge_repeats,
+    middle,
 )
 
 DATA = Path(__file__).parent / "data" / "l40s-llama-3.1-8b.csv"

@@ -17,7 +17,7 @@ from hetlb.tools.models.layer import AttentionWork, causal_pairs
 from hetlb.tools.models.model_facts import read_facts, stated_facts
 from hetlb.tools.plan.common.composition import roofline_of
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
-from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.profiler.grid import StepKind
 from hetlb.tools.profiler.sources import Roofline, assumed_launch, data_sheet
 
 LLAMA_8B = {

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.types import Capacity
-from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, DEFAULT_GRID, clip, token_budget
+from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, DEFAULT_GRID, StepKind, clip, token_budget
 
 
 def test_a_roomy_server_is_measured_on_the_default_grid() -> None:

@@ -19,8 +19,7 @@ from hetlb.balancer.config.profile_file import (
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import LaunchTime
 from hetlb.balancer.core.types import Capacity
-from hetlb.tools.profiler.fit import Point, StepKind
-from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.tools.profiler.grid import DEFAULT_GRID, Point, Size, StepKind, clip
 from hetlb.tools.profiler.sources import Measurements, profile_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel

@@ -30,8 +30,7 @@ from hetlb.tools.profiler.client import (
     TokenTimes,
     distinct_prompts,
 )
-from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, StepKind, clip
 from hetlb.tools.profiler.sample_file import Identity, Sample, SampleFile
 from hetlb.tools.profiler.sweep import BusyError, Sweep, learn_max_num_seqs
 

@@ -17,7 +17,7 @@ from hetlb.balancer.config.profile_file import EngineInfo, Hardware, ModelInfo, 
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.tools.models.model_facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import model_info
-from hetlb.tools.profiler.fit import Point, StepKind
+from hetlb.tools.profiler.grid import Point, StepKind
 from hetlb.tools.profiler.sources import Measurements, assumed_launch
 
 _DISTRIBUTION = "aiconfigurator-core"

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -28,16 +27,13 @@ from hetlb.balancer.core.step_times import (
     in_tiles,
 )
 from hetlb.errors import ProfileError
+from hetlb.tools.profiler.grid import Point, StepKind, merge_repeats
 from hetlb.tools.profiler.launched import LaunchedPrefill, fit_launched
 
 _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedPrefill | DecodeTable
 
-#: The default grid, which can be measured at any size: it fits as well as three times as many points.
-DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
-#: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
-DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
 #: Factor on the held-out error of a table over the batch, compared with k5..k8. It is below 1, to favour the
 #: table.
 _TABLE_GAIN = 0.75
@@ -50,18 +46,6 @@ _LEAST_POINT_ERROR = 0.03
 _LEAST_POINTS = 8
 #: Most groups of points left out in turn: with fewer points each is its own group.
 _MAX_FOLDS = 12
-
-
-class StepKind(StrEnum):
-    """Kinds of points.
-
-    Prefill: one pass over `batch` prompts of `length`; decode: one step of `batch` sequences at `length`
-    cached tokens each; mixed: such a step and `prefill_tokens` of one prompt in the same pass.
-    """
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
 
 
 class PrefillForm(StrEnum):
@@ -81,45 +65,6 @@ class DecodeForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One measurement: seconds that `batch` requests of `length` tokens took.
-
-    A live engine splits what exceeds its token budget: `passes` is how many forward passes a prefill took.
-    `prefill_tokens` are the prompt tokens of a mixed step. `uncertainty` is the standard error as a share, 0
-    if it is not known.
-    """
-
-    phase: StepKind
-    batch: int
-    length: int
-    seconds: float
-    passes: int = 1
-    prefill_tokens: int = 0
-    uncertainty: float = 0.0
-
-
-#: Samples further from the median, in deviations, do not count.
-_FAR_DEVIATIONS = 3.0
-
-
-def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
-    """Return the mean of samples near their median, and its standard error as a share of it.
-
-    `clock_s`: deviation that the clock alone gives a sample. A median would be no better: if a clock counts
-    in milliseconds, it takes one of two values. Three samples that agree by chance count as no more exact
-    than the clock. The error of a single sample is unknown, returned as 0.
-    """
-    if len(seconds) == 1:
-        return seconds[0], 0.0
-    centre = median(seconds)
-    spread = 1.48 * median(abs(each - centre) for each in seconds)
-    near = [each for each in seconds if abs(each - centre) <= _FAR_DEVIATIONS * max(spread, clock_s)]
-    found = fmean(near)
-    deviation = max(stdev(near) if len(near) > 1 else 0.0, clock_s)
-    return found, deviation / math.sqrt(len(near)) / max(found, 1e-12)
-
-
-@dataclass(frozen=True, slots=True)
 class FitResult:
     """A fitted latency model, the form taken of prefill and of decode, and warnings for a reader.
 
@@ -133,24 +78,6 @@ class FitResult:
     reports: dict[str, PhaseReport]
     warnings: tuple[str, ...]
     tile: int | None = None
-
-
-def merge_repeats(points: Iterable[Point], clock_s: float = 0.0) -> list[Point]:
-    """Return one point for each phase and size, in sorted order: the middle of its repeats.
-
-    `clock_s`: deviation that the clock gives a time; a decode step is a mean over many times.
-    """
-    repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
-    for point in points:
-        key = (point.phase, point.batch, point.length, point.prefill_tokens)
-        repeats.setdefault(key, []).append(point)
-    merged = []
-    for _, same in sorted(repeats.items()):
-        clock = 0.0 if same[0].phase is StepKind.DECODE else clock_s
-        seconds, uncertainty = middle([point.seconds for point in same], clock)
-        known = same[0].uncertainty if len(same) == 1 else uncertainty
-        merged.append(replace(same[0], seconds=seconds, uncertainty=known))
-    return merged
 
 
 def fit(

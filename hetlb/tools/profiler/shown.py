@@ -15,7 +15,8 @@ from hetlb.balancer.config.gpus import GPUS
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError, visible
 from hetlb.tools.plots import line_style, new_figure, save_figure, tidy
-from hetlb.tools.profiler.fit import FitResult, Point, StepKind, seconds_of
+from hetlb.tools.profiler.fit import FitResult, seconds_of
+from hetlb.tools.profiler.grid import Point, StepKind
 from hetlb.tools.tables import Console, table
 
 #: Prompt tokens of the mixed steps shown and compared.

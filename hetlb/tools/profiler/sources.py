@@ -29,15 +29,12 @@ from hetlb.errors import ProfileError
 from hetlb.tools.models.degrees import needs_whole_experts
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
-from hetlb.tools.profiler.fit import (
+from hetlb.tools.profiler.fit import MIXED_FACTOR, FitResult, assumed_mixed, fit
+from hetlb.tools.profiler.grid import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
-    MIXED_FACTOR,
-    FitResult,
     Point,
     StepKind,
-    assumed_mixed,
-    fit,
     merge_repeats,
 )
 from hetlb.tools.workload.record_file import CsvRow, csv_rows

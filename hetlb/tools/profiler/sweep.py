@@ -21,8 +21,15 @@ from hetlb.balancer.engines.engine_metrics import EngineCounters
 from hetlb.balancer.engines.host_probe import PROMPT_TOKENS, HostProbe
 from hetlb.errors import HetlbError, InputError
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
-from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
-from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, Size, token_budget
+from hetlb.tools.profiler.grid import (
+    DECODE_ROOM_TOKENS,
+    Point,
+    Size,
+    StepKind,
+    merge_repeats,
+    middle,
+    token_budget,
+)
 from hetlb.tools.profiler.sample_file import Sample, SampleFile
 
 #: Repeats of a point, and their factor at most if its samples differ.
