@@ -136,7 +136,7 @@ for script in sys.argv[1:]:
 
 
 def show_help(names: list[str]) -> list[str]:
-    """Show the help of benches, and return the names of those that fail."""
+    """Show the help of benches, and return the names of the benches that fail."""
     command = [sys.executable, "-c", _SHOW, *(str(BENCH / name) for name in names)]
     done = subprocess.run(
         command, cwd=BENCH.parent, stdout=subprocess.PIPE, text=True, timeout=MOST_S, check=False
