@@ -1,4 +1,4 @@
-"""Streams that stand still on an engine that no longer reports them count as lost until they go on."""
+"""Answers that stand still on an engine that no longer reports them count as lost until they go on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Lease, Outcome
 
 
-def begun(scheduler: Scheduler, number: int, name: str, now: float) -> Lease:
-    asked = request(number, subset=(name,), streamed=True, client=f"10.0.0.{number}")
+def begun(scheduler: Scheduler, number: int, name: str, now: float, *, streamed: bool = True) -> Lease:
+    asked = request(number, subset=(name,), streamed=streamed, client=f"10.0.0.{number}")
     lease = dispatched(scheduler.on_arrival(asked, now))
     scheduler.on_first_token(lease, now + 0.1)
     return lease
 
 
-def fleet() -> tuple[Scheduler, list[Lease]]:
-    """Return a fleet with ten streams at `a` of which four stand still, and good answers at `b`."""
+def fleet(*, streamed: bool = True) -> tuple[Scheduler, list[Lease]]:
+    """Return a fleet with ten answers at `a` of which four stand still, and good answers at `b`."""
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
     for number in range(8):
         lease = begun(scheduler, number, "b", 0.0)
         lease.output_tokens = 9
         scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
-    return scheduler, [begun(scheduler, 20 + number, "a", 1.0) for number in range(10)]
+    return scheduler, [begun(scheduler, 20 + number, "a", 1.0, streamed=streamed) for number in range(10)]
 
 
 def swept(scheduler: Scheduler, silent: list[Lease], now: float) -> list[int]:
@@ -36,10 +36,13 @@ def swept(scheduler: Scheduler, silent: list[Lease], now: float) -> list[int]:
     return still
 
 
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize(("reported", "counts"), [(6, True), (10, False), (8, False)])
-def test_streams_that_stand_count_if_the_engine_lacks_as_many(reported: int, counts: bool) -> None:
+def test_answers_that_stand_count_if_the_engine_lacks_as_many(
+    reported: int, counts: bool, streamed: bool
+) -> None:
     """One that is silent while its engine computes it, as tools are parsed whole, is nobody's fault."""
-    scheduler, streams = fleet()
+    scheduler, streams = fleet(streamed=streamed)
     for second in (3.0, 4.0):
         scheduler.on_scrape("a", EngineSample(reported, 0, 0.1), second)
         swept(scheduler, streams[:4], second + 0.1)

@@ -1,4 +1,4 @@
-"""Streams that an engine has lost: they stand still, and it reports fewer requests than it was given.
+"""Answers that an engine has lost: they stand still, and it reports fewer requests than it was given.
 
 A stream that is silent while its engine computes it (a tool call that is parsed as a whole) is among the
 requests that the engine reports.
@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import Lease, LeaseId
 
 #: Seconds that a request without a token may be on its way to its engine's counts.
 _ON_THE_WAY_S: Final = 1.0
-#: Seconds without a token after which a stream stands still.
+#: Seconds without a byte after which an answer that has begun stands still.
 _STILL_S: Final = 1.0
 
 
@@ -35,22 +35,22 @@ def missing(instance: Instance, now: float) -> int:
 
 
 def still(instances: Sequence[Instance], token_at: Callable[[Lease], float], now: float) -> list[LeaseId]:
-    """Return the begun streams, on engines with missing requests, that had no token for some seconds."""
+    """Return the begun answers, on engines with missing requests, of which nothing came for some seconds."""
     return [
         lease.id
         for instance in instances
         if missing(instance, now)
         for lease in instance.leases.values()
-        if lease.own and not lease.judged and lease.request.streamed and lease.request.sequences == 1
+        if lease.own and not lease.judged and lease.request.sequences == 1
         if lease.first_token_at is not None
         if now - token_at(lease) >= _STILL_S
     ]
 
 
 def count(fleet: FleetState, leases: Sequence[LeaseId], now: float) -> None:
-    """Count streams that stand still as lost answers: at each engine as many as it has lost.
+    """Count answers that stand still as lost ones: at each engine as many as it has lost.
 
-    `leases` are the streams found by `still`.
+    `leases` are the answers found by `still`.
     """
     for instance in list(fleet.instances.values()):
         lost = [instance.leases[each] for each in leases if each in instance.leases]
