@@ -181,3 +181,16 @@ def test_comments_are_told_from_events(lines: bytes) -> None:
     ended = lines.replace(b"\r", b"\n").endswith(b"\n")
     rows = lines.replace(b"\r", b"\n").split(b"\n")
     assert is_comment(lines) is (ended and all(not row or row.startswith(b":") for row in rows))
+
+
+async def test_a_whole_answer_of_a_trial_is_kept_until_its_end(start: Start) -> None:
+    """Its client has seen nothing of it, so another instance may answer."""
+    cut = plain()[:-40]
+    async with Upstream(closing(cut)) as bad, Upstream(plain()) as good:
+        proxy = await start(bad.url, good.url)
+        bad_one, _ = proxy.scheduler.instances
+        bad_one.evidence.proven = False
+        answer = await ask(proxy, post(ASK))
+        assert (answer.status, answer.body) == (200, PLAIN_BODY)
+        assert (len(bad.visits), len(good.visits)) == (1, 1)
+    assert proxy.ended == [("ok", "answer", 200)]

@@ -38,7 +38,7 @@ _HUNG_S: Final = 20.0
 #: Kinds with streams that end with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
-#: Events of a trial's stream that are kept until all of them are there, and most bytes of them.
+#: Events of a trial's stream that are kept until all of them are there, and most kept bytes of a trial.
 _TRIAL_EVENTS: Final = 8
 _TRIAL_BYTES: Final = 16 << 10
 #: Paths of which vLLM reads the engine that is chosen, from this version on (`engines/scrape.py`).
@@ -551,10 +551,14 @@ def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
 
 
 def _too_few(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a trial's stream has too few events yet to pass them on: it may still fail."""
-    if answer.stream is None or attempt.handling.keeps or attempt.response.state is STARTED:
+    """Return True if a trial's answer is too short yet to be passed on: it may still fail.
+
+    A stream needs some events, and a whole answer is of no use before its end.
+    """
+    if answer.refuses or attempt.handling.keeps or attempt.response.state is STARTED:
         return False
-    return len(payload) < _TRIAL_BYTES and payload.count(b"data:") < _TRIAL_EVENTS
+    few = answer.stream is None or payload.count(b"data:") < _TRIAL_EVENTS
+    return few and len(payload) < _TRIAL_BYTES
 
 
 def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes, *, ended: bool = False) -> bool:
