@@ -198,3 +198,19 @@ def test_costs_are_kept_for_present_speeds_alone() -> None:
         costs = mix.fleet(instances).costs
         assert costs == [mix.costs(each) for each in instances]
     assert len(mix._costs) <= 32
+
+
+def test_costs_of_many_small_fleets_are_looked_through_only_once_their_kinds_have_doubled() -> None:
+    scheduler = make_scheduler([spec(f"i{number}") for number in range(100)], "hetlb")
+    mix, instances = Demand().mix, scheduler.instances
+    for number, each in enumerate(instances):
+        each.max_num_seqs = 16 + number
+        each.changed()
+    looks = 0
+    pairs = [tuple(instances[number : number + 2]) for number in range(0, 100, 2)]
+    for pair in 3 * pairs:
+        kept = mix._costs
+        pair[0].changed()
+        mix.fleet(pair)
+        looks += mix._costs is not kept
+    assert 0 < looks <= 3

@@ -191,3 +191,38 @@ def test_a_name_is_resolved_again_each_minute_while_its_old_address_answers(
 
 def _none(end: LeaseEnd, detail: str) -> None:
     raise AssertionError(detail)
+
+
+class Slow(End):
+    """An engine that answers when it is told to."""
+
+
+def test_no_connection_is_kept_while_another_engine_may_listen_there(loop: Loop) -> None:
+    """Without that a reused connection would go to an engine of which the models are not known."""
+    ends_of: list[Slow] = []
+
+    def listen() -> Slow:
+        ends_of.append(Slow())
+        return ends_of[-1]
+
+    loop.listeners[PORT] = listen
+    looks: list[bytes] = []
+    pool = EnginePool(URL, loop, PLAIN_ACCESS, ProxyTable(), on_reconnect=looks.append)
+    bodies: list[bytes] = []
+    for refused in (False, True):
+        failures: list[str] = []
+        SideCall(
+            pool,
+            pool.head(b"GET /x"),
+            b"",
+            lambda head, body: bodies.append(body),
+            lambda end, detail, failures=failures: failures.append(detail),  # type: ignore[misc]
+        ).send()
+        loop.rest()
+        assert bool(failures) is refused
+        loop.listeners[PORT] = None
+    [first] = ends_of
+    first.send(ANSWER)
+    loop.rest()
+    assert bodies == [b"{}"]
+    assert pool.open_connections == 0

@@ -7,6 +7,7 @@ The exchange keeps the client, the record and the phase. What is done for the re
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -20,8 +21,10 @@ from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
 from hetlb.balancer.exchange.attempt import WAITING, Attempt
 from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.answer_form import PATHS
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Answer
 from hetlb.balancer.http.http1 import RequestHead
@@ -191,6 +194,38 @@ class Exchange:
         self.record.status = answer.status
         response.refuse(answer, message, retry_after_s, lines)
         self.finish(end, answer.outcome)
+
+    def end_silent(self) -> None:
+        """End a request with no byte of an answer in time."""
+        answer = error_responses.FIRST_BYTE_TIMEOUT
+        self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
+
+    def waits_on(self, hung_s: float | None, now: float) -> bool:
+        """Return True if the wait may go on: the engine works, or the client's stated time is not over.
+
+        `hung_s`: seconds for which the engine is known to stand still; None: it works; 0.0: not known.
+        """
+        if hung_s is None:
+            return True
+        given_up_at = self.response.given_up_at(self.since, self.record.arrived_at)
+        return not hung_s and now < given_up_at < math.inf
+
+    def take_usage(self, answer: EngineAnswer) -> None:
+        """Replace estimates by the exact counts of the engine, if it gave some."""
+        record = self.record
+        if answer.stream is None and record.path in PATHS:
+            answer.has_usage(answer.tail)  # of a body in several reads
+        completion, prompt, cached = answer.usage()
+        sensible = record.counted(completion, prompt, cached)
+        uncounted = completion is None and answer.stream is None and not answer.refuses
+        if uncounted and record.ticket is not None and record.request.generates:
+            from hetlb.balancer.http.answer_text import tokens_of_text
+
+            text = self.driver.token_estimator.text_ratio(record.request.model)
+            record.estimated_output_tokens = tokens_of_text(answer.tail, answer.length or 0, text)
+        if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
+            call, estimator = self.call, self.driver.token_estimator
+            estimator.learn(record.request.model, call.text_bytes, call.media, prompt)
 
     def break_off(self, end: End, detail: str) -> None:
         """End a response that has begun so that no client takes it for complete."""

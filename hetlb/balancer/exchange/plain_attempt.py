@@ -6,7 +6,6 @@ what is sent, what becomes of a head, of the first read, and of an end. The base
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Final
 
@@ -182,11 +181,9 @@ class Plain(Attempt):
 
     def pause(self, paused: bool) -> None:
         engine = self.engine
-        if engine is None:
-            return
-        if paused:
+        if engine is not None and paused:
             engine.pause()
-        else:
+        elif engine is not None:
             engine.resume()
 
     # --- the answer ---
@@ -341,7 +338,7 @@ class Plain(Attempt):
         out += response.last(payload)
         if out:
             response.write(out)
-        take_usage(self, answer)
+        exchange.take_usage(answer)
         end = answer.end(record.kind in SSE_KINDS)
         if end is ends.ANSWERED and record.path in PATHS and not record.resumed_tokens:
             end = ends.ANSWERED if answer.is_usual(record.request) else _judged(self, answer)
@@ -364,15 +361,11 @@ class Plain(Attempt):
         if self.handling.reruns and not begun and (end is ends.HEAD_CUT or end is ends.BROKEN):
             end = ends.DROPPED  # a head is no answer
         self.release()
-
-        def otherwise() -> None:
-            _fail(self, end, detail, begun)
-
         answer = self.answer
         if end is ends.LOCAL or (end is ends.JUNK and answer is not None and answer.is_done):
-            otherwise()
+            _fail(self, end, detail, begun)
         else:
-            self.go_on(ends.BROKEN if begun else end, otherwise)
+            self.go_on(ends.BROKEN if begun else end, lambda: _fail(self, end, detail, begun))
 
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Handle the loss of the engine: continue the answer elsewhere, or call `otherwise`, which ends it.
@@ -382,7 +375,7 @@ class Plain(Attempt):
         answer = self.answer
         if answer is not None and answer.is_done:
             self.response.write(self.response.last(b""))
-            take_usage(self, answer)
+            self.exchange.take_usage(answer)
             self.exchange.finish(ends.LAST_MISSING)
         else:
             self.handling.lost(self, end, otherwise)
@@ -450,14 +443,14 @@ class Plain(Attempt):
         hung_s = self.driver.scheduling.fleet.hung_s(self.lease, now) if self.owes.computed else 0.0
         if phase is _STREAMING:
             hung = hung_s is not None and hung_s > 0.0 and hung_s > self.handling.hung_s
-            if hung or (silent_s > idle_s and not _waits_on(exchange, hung_s, now)):
+            if hung or (silent_s > idle_s and not exchange.waits_on(hung_s, now)):
                 self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
-        elif silent_s > first_byte_s and not _waits_on(exchange, hung_s, now):
+        elif silent_s > first_byte_s and not exchange.waits_on(hung_s, now):
             self.stop()
             if self.response.state is STARTED:
-                self.go_on(ends.STALLED, lambda: _end_silent(exchange))
+                self.go_on(ends.STALLED, exchange.end_silent)
             else:
-                _end_silent(exchange)
+                exchange.end_silent()
 
     def move(self) -> bool:
         exchange = self.exchange
@@ -505,25 +498,6 @@ def _enter(exchange: Exchange, transition: Transition[Phase], now: float) -> Non
     """Change the state of a request, unless its prefill leg is under way."""
     if exchange.phase is not _PREFILLING:
         exchange.enter(transition, now)
-
-
-def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
-    """Replace estimates by the exact counts of the engine, if it gave some."""
-    exchange, record = attempt.exchange, attempt.exchange.record
-    if answer.stream is None and record.path in PATHS:
-        answer.has_usage(answer.tail)  # of a body in several reads
-    completion, prompt, cached = answer.usage()
-    sensible = record.counted(completion, prompt, cached)
-    uncounted = completion is None and answer.stream is None and not answer.refuses
-    if uncounted and record.ticket is not None and record.request.generates:
-        from hetlb.balancer.http.answer_text import tokens_of_text
-
-        text = attempt.driver.token_estimator.text_ratio(record.request.model)
-        record.estimated_output_tokens = tokens_of_text(answer.tail, answer.length or 0, text)
-    if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
-        call = exchange.call
-        estimator = attempt.driver.token_estimator
-        estimator.learn(record.request.model, call.text_bytes, call.media, prompt)
 
 
 def _judged(attempt: Plain, answer: EngineAnswer) -> End:
@@ -596,6 +570,7 @@ def _is_none(attempt: Plain, answer: EngineAnswer, body: bytes) -> bool:
 def _fail(attempt: Plain, end: End, detail: str, begun: bool) -> None:
     """End an answer that cannot continue: its engine failed. `begun`: it failed in the middle of it."""
     exchange, response = attempt.exchange, attempt.response
+    why = f"The instance gave no valid answer: {detail.removesuffix('.')}."
     if end is ends.HEAD_CUT:
         end = ends.JUNK
     if end in ends.NOTHING_SENT:
@@ -607,34 +582,12 @@ def _fail(attempt: Plain, end: End, detail: str, begun: bool) -> None:
     elif not begun and end is not ends.UNREAD:
         # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
         if end is ends.JUNK:
-            attempt.try_again(end, _no_answer(detail))
+            attempt.try_again(end, why)
         else:
             attempt.try_again(ends.DROPPED)
     else:
         end = end if end is ends.UNREAD else ends.JUNK
-        exchange.refuse(error_responses.BAD_UPSTREAM, _no_answer(detail), end=end)
-
-
-def _no_answer(detail: str) -> str:
-    """Return the message about an answer that cannot be read."""
-    return f"The instance gave no valid answer: {detail.removesuffix('.')}."
-
-
-def _end_silent(exchange: Exchange) -> None:
-    """End a request with no byte of an answer in time."""
-    answer = error_responses.FIRST_BYTE_TIMEOUT
-    exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
-
-
-def _waits_on(exchange: Exchange, hung_s: float | None, now: float) -> bool:
-    """Return True if the wait may go on: the engine works, or the client's stated time is not over.
-
-    `hung_s`: seconds for which the engine is known to stand still; None: it works; 0.0: not known.
-    """
-    if hung_s is None:
-        return True
-    given_up_at = exchange.response.given_up_at(exchange.since, exchange.record.arrived_at)
-    return not hung_s and now < given_up_at < math.inf
+        exchange.refuse(error_responses.BAD_UPSTREAM, why, end=end)
 
 
 class PlainMaker(Maker):

@@ -24,7 +24,7 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.exchange import EngineRequest, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
-from hetlb.balancer.exchange.plain_attempt import Handling, Plain, take_usage
+from hetlb.balancer.exchange.plain_attempt import Handling, Plain
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
@@ -197,7 +197,7 @@ class Resumed(Handling):
         if (last := rest.last_events(answer)) is not None:
             attempt.response.write(attempt.response.last(last))
             if answer is not None:
-                take_usage(attempt, answer)
+                attempt.exchange.take_usage(answer)
             exchange.finish(ends.LAST_MISSING)
             return
         draft = rest.draft()
