@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import add, mul
 from typing import Any, Final
 
@@ -15,39 +15,57 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
+#: Values of a histogram counted at once: of 256 each costs 690 instructions compiled, of 64 1,060, a binary
+#: search for each 1,220.
+_BATCH_VALUES: Final = 256
 
 
 class Histogram:
-    """Counts of values at or below each bound, in Prometheus' sense."""
+    """Counts of values at or below each bound, in Prometheus' sense. Values are counted in batches."""
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "_total", "_values")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
-        #: Values by the first bound that they are not above; the last ones are above all.
+        #: Values at or below each bound; the last one is of all.
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
+        #: Values that are not counted yet.
+        self._values: list[float] = []
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+        self._values.append(value)
+        if len(self._values) >= _BATCH_VALUES:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the values that wait."""
+        values = self._values
+        if values:
+            values.sort()
+            below = [*map(bisect_right, repeat(values), self._bounds), len(values)]
+            self._counts = list(map(add, self._counts, below))
+            self._total += sum(values)
+            values.clear()
 
     def add(self, other: Histogram) -> None:
         """Count the values of another histogram of the same bounds too."""
         self._counts = list(map(add, self._counts, other._counts))
         self._total += other._total
+        self._values += other._values
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """Return the bounds, counts up to each (and, last, of all), and the sum."""
-        return self._bounds, list(accumulate(self._counts)), self._total
+        self._count()
+        return self._bounds, self._counts.copy(), self._total
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _histogram, (self._bounds, self._counts, self._total)
+        return _histogram, (self._bounds, self._counts, self._total, self._values)
 
 
-def _histogram(bounds: list[float], counts: list[int], total: float) -> Histogram:
+def _histogram(bounds: list[float], counts: list[int], total: float, values: list[float]) -> Histogram:
     histogram = Histogram(bounds)
-    histogram._counts, histogram._total = counts, total
+    histogram._counts, histogram._total, histogram._values = counts, total, values
     return histogram
 
 
