@@ -205,10 +205,8 @@ class Exchange:
 
         `hung_s`: seconds for which the engine is known to stand still; None: it works; 0.0: not known.
         """
-        if hung_s is None:
-            return True
         given_up_at = self.response.given_up_at(self.since, self.record.arrived_at)
-        return not hung_s and now < given_up_at < math.inf
+        return hung_s is None or (not hung_s and now < given_up_at < math.inf)
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Replace estimates by the exact counts of the engine, if it gave some."""

@@ -525,14 +525,10 @@ def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
 
 
 def _too_few(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a trial's answer is too short yet to be passed on: it may still fail.
-
-    A stream needs some events, and a whole answer is of no use before its end.
-    """
+    """Return True if too little of a trial's answer came to be passed on, of a whole one all: it may fail."""
     if answer.refuses or attempt.handling.keeps or attempt.response.state is STARTED:
         return False
-    few = answer.stream is None or payload.count(b"data:") < _TRIAL_EVENTS
-    return few and len(payload) < _TRIAL_BYTES
+    return len(payload) < _TRIAL_BYTES and (answer.stream is None or payload.count(b"data:") < _TRIAL_EVENTS)
 
 
 def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes, *, ended: bool = False) -> bool:

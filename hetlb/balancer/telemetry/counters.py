@@ -149,7 +149,6 @@ INSTANCE_COUNTS = (
 #: Parts of a latency model: times to the first token with nothing beside them, what had prompts and decodes
 #: beside each other, and steps without prompts.
 PARTS: Final = ("prefill", "mixed", "decode")
-PART_SECONDS = ("expected_s", "seen_s")
 
 
 ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
@@ -175,7 +174,7 @@ class ModelTotals:
 class PartTimes:
     """Seconds of one part of a latency model: as profiled, and as seen."""
 
-    __slots__ = PART_SECONDS
+    __slots__ = ("expected_s", "seen_s")
 
     def __init__(self) -> None:
         self.expected_s = self.seen_s = 0.0

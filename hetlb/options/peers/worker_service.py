@@ -31,7 +31,6 @@ from hetlb.balancer.telemetry.counters import (
     ACCOUNT_COUNTS,
     INSTANCE_COUNTS,
     MODEL_HISTOGRAMS,
-    PART_SECONDS,
     GapHistogram,
     Histogram,
     Totals,
@@ -344,7 +343,7 @@ def add_totals(whole: Totals, part: Totals) -> None:
         own = whole.instances[name]
         add_counts(own.requests, instance.requests)
         for part_name, times in instance.parts.items():
-            _add(own.parts[part_name], times, PART_SECONDS)
+            _add(own.parts[part_name], times, ("expected_s", "seen_s"))
         _add(own, instance, INSTANCE_COUNTS)
 
 
