@@ -377,7 +377,7 @@ class Driver:
 
 
 def _count(ended: list[RequestRecord], scheduling: SchedulerDriver, counted: Totals) -> None:
-    models = scheduling.fleet.models
     for record in ended:
         # A name that no instance ever served was made up by a client. It must not become a label.
-        counted.finished(record, record.lease is not None or record.request.model in models)
+        served = record.lease is not None or record.request.model in scheduling.fleet.models
+        counted.finished(record, served)

@@ -299,8 +299,7 @@ class Plain(Attempt):
             self.pass_on(answer, kept)
 
     def cut(self) -> bytes:
-        stream = None if self.answer is None else self.answer.stream
-        return b"" if stream is None else stream.cut()
+        return b"" if self.answer is None or self.answer.stream is None else self.answer.stream.cut()
 
     def engine_end(self, payload: bytes) -> None:
         """Take in the clean end of the answer; `payload` is its last part."""
@@ -345,13 +344,11 @@ class Plain(Attempt):
         exchange.finish(end, now=now)
 
     def token_at(self, heard_at: float) -> float:
-        stream = None if self.answer is None else self.answer.stream
-        return heard_at if stream is None else stream.text_at
+        return heard_at if self.answer is None or self.answer.stream is None else self.answer.stream.text_at
 
     @property
     def tokens_so_far(self) -> int:
-        stream = None if self.answer is None else self.answer.stream
-        return 0 if stream is None else stream.events
+        return 0 if self.answer is None or self.answer.stream is None else self.answer.stream.events
 
     # --- the engine fails ---
 

@@ -100,8 +100,7 @@ class GapHistogram:
 
 def _gaps(bounds: tuple[float, ...], long: Histogram, fine: list[int]) -> GapHistogram:
     gaps = GapHistogram(bounds)
-    gaps.longer = long
-    gaps.fine = fine
+    gaps.longer, gaps.fine = long, fine
     return gaps
 
 
