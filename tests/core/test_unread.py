@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.facts import ModelsLearned
@@ -44,15 +45,16 @@ def test_a_prompt_longer_than_an_engine_may_have_ahead_waits_for_its_own_length_
     assert [lease.request.id for lease in sent] == [1000]
 
 
-def test_prompts_for_an_adapter_wait_at_its_engine() -> None:
+@pytest.mark.parametrize(("slots", "count"), [(1, 60), (2, 16)])
+def test_prompts_wait_at_their_engine_where_adapters_take_each_others_slots(slots: int, count: int) -> None:
     """Many of its unread prompts wait for a slot of an adapter. Another engine would load theirs again."""
-    scheduler = make_scheduler([spec("a", capacity=CAPACITY)], "hetlb")
-    scheduler.on_instance(ModelsLearned("a", ("m", "lora"), ("lora",)), 0.0)
+    scheduler = make_scheduler([spec("a", capacity=CAPACITY.updated(Capacity(max_loras=slots)))], "hetlb")
+    scheduler.on_instance(ModelsLearned("a", ("m", "lora", "other"), ("lora", "other")), 0.0)
     sent: list[Lease] = []
     for number in range(60):
         asked = request(number, prompt=2048, streamed=True, model="lora")
         sent += placed(scheduler.on_arrival(asked, 0.0))
-    assert len(sent) == 60
+    assert len(sent) == count
 
 
 def test_a_slower_engine_gets_no_more_of_a_queue_than_its_share_of_speed() -> None:

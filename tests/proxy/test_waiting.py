@@ -45,8 +45,7 @@ def events(body: bytes) -> list[bytes]:
 
 def sweep(proxy: Any) -> None:
     """What the driver does twice a second, now."""
-    proxy.driver.sweeper.close()
-    proxy.driver.sweeper.fire()
+    proxy.driver.swept(0.0)
 
 
 async def waiting(proxy: Any) -> None:

@@ -121,11 +121,8 @@ class Capacity(PickleByFields):
 
     def updated(self, newer: Capacity) -> Capacity:
         """Return this capacity with each figure replaced that `newer` knows: itself if none differs."""
-        news: dict[str, Any] = {}
-        for name in _LIMITS:
-            value = getattr(newer, name)
-            if value is not None and value != getattr(self, name):
-                news[name] = value
+        told: dict[str, Any] = {name: getattr(newer, name) for name in _LIMITS}
+        news = {n: told[n] for n in _LIMITS if told[n] is not None and told[n] != getattr(self, n)}
         return replace(self, **news) if news else self
 
 

@@ -93,13 +93,13 @@ class Driver:
         self.loop = loop
         self.now = loop.time
         self.counted = Totals()
-        self.sweeper = Sweeper(loop, self.swept)
         self._make_splits = make_splits
         self.table = table
         self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.
         self._ended: list[RequestRecord] = []
         self.exchanges: dict[RequestId, Exchange] = {}
+        self.sweeper = Sweeper(loop, self.swept, self.exchanges)
         #: Instances that keep answers for later requests.
         self.kept = KeptPlaces()
         self.forward_rules = ForwardRules(table.forward_headers)
@@ -343,8 +343,7 @@ class Driver:
         if any(each.leaves_at is not None for each in instances):
             run(lambda: move_all_away(self, now), "moving requests away")
         run(lambda: self.pools.sweep(now), "sweeping connections")
-        live = {each.incarnation for each in instances}
-        run(lambda: self.pools.drop_unused(live), "closing unused connections")
+        run(lambda: self.pools.drop_unused({each.incarnation for each in instances}), "closing connections")
         run(lambda: self.counted.keep({each.name for each in instances}), "counting")
         run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from collections.abc import Callable
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sized
 from time import perf_counter
 from typing import Final
 
@@ -13,8 +13,10 @@ from hetlb.balancer.core.rate import RecentRate
 
 #: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
-#: Lateness of that look, in seconds, that shows that this process stood still.
+#: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls
+#: while requests are open.
 STALL_S: Final = 0.25
+BEAT_S: Final = 0.1
 #: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
 #: Requests that end within these seconds are counted at once.
@@ -59,24 +61,26 @@ class Sweeper:
     """Timer of a process's sweeps, and its watch for standstills.
 
     Example: a timer that comes 0.3 s late shows that this process stood still. Its bytes were not read
-    meanwhile, and no engine was slow.
+    meanwhile, and no engine was slow. While requests are open it is called between the sweeps, too.
     """
 
-    __slots__ = ("_due", "_loop", "_stalled_at", "_sweep", "_timer")
+    __slots__ = ("_due", "_loop", "_open", "_stalled_at", "_sweep", "_sweep_at", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sweep: Callable[[float], None]) -> None:
-        """`sweep` is called each `SWEEP_S` with the lateness of the call in seconds."""
-        self._loop = loop
-        self._sweep = sweep
-        self._stalled_at = -math.inf
+    def __init__(self, loop: AbstractEventLoop, sweep: Callable[[float], None], requests: Sized) -> None:
+        """`sweep` is called each `SWEEP_S`, with its lateness in seconds. `requests` are the open ones."""
+        self._loop, self._sweep, self._open, self._stalled_at = loop, sweep, requests, -math.inf
+        self._sweep_at = self._due = perf_counter() + SWEEP_S
         self._timer = loop.call_later(SWEEP_S, self.fire)
-        self._due = perf_counter() + SWEEP_S
 
     def fire(self) -> None:
-        """Sweep now, and again in `SWEEP_S`."""
-        self._timer = self._loop.call_later(SWEEP_S, self.fire)
-        late_s, self._due = self._late_s(), perf_counter() + SWEEP_S
-        self._sweep(late_s)
+        """Sweep if that is due. Set the timer to the next sweep; with open requests, to the next beat."""
+        late_s, clock = self._late_s(), perf_counter()
+        if sweeps := self._sweep_at - clock < BEAT_S / 10.0:  # a timer may come early
+            self._sweep_at = clock + SWEEP_S
+        self._due = min(self._sweep_at, clock + BEAT_S) if self._open else self._sweep_at
+        self._timer = self._loop.call_later(self._due - clock, self.fire)
+        if sweeps:
+            self._sweep(late_s)
 
     def stalled_since(self, then: float) -> bool:
         """Return True if this process stood still for a while since a time of its event loop."""

@@ -45,10 +45,10 @@ def keep_together(ctx: SchedulingContext, sights: Sequence[Sight], there: Sight,
 def end_burst(ctx: SchedulingContext, sights: Sequence[Sight], todo: float, hold: bool) -> None:
     """Set when the faster instances will be done with `todo`, and the unread tokens of all instances.
 
-    `sights` are in the order of speed. The first one has a forecast. A request for a LoRA adapter is not sent
-    elsewhere for the end of all work: another server would have to load it, and the end comes later.
+    `sights` are in the order of speed. The first one has a forecast. A request is not sent elsewhere for the
+    end of all work if LoRA adapters take each other's slots: each load makes the end later.
     """
-    hold = hold and ctx.adapter_load_s <= 0.0
+    hold = hold and not ctx.displaces
     unread, cached, long_s = 0.0, 0.0, sights[0].long_s
     for each in sights:
         unread += each.seen.unread
@@ -69,10 +69,10 @@ def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> lis
     """Return `sights`. With `hold`, take room from instances with many unread prompts while all have work.
 
     A prompt longer than `UNREAD_ITERATIONS` goes to an instance with no more unread tokens than its own. A
-    prompt that is mostly cached goes to its cache. Requests for LoRA adapters go to their adapters: unread
-    prompts there wait for slots of adapters, and are read soon after.
+    prompt that is mostly cached goes to its cache. If LoRA adapters take each other's slots, requests go to
+    their adapters: unread prompts there wait for slots of adapters, and are read soon after.
     """
-    hold = hold and ctx.adapter_load_s <= 0.0
+    hold = hold and not ctx.displaces
     for each in sights:
         if not hold or (each.state == ROOM and each.seen.empty):
             return sights
