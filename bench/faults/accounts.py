@@ -611,15 +611,15 @@ class Incident:
 
 
 INCIDENTS: dict[str, Incident] = {
-    "dead": Incident("dead", "degraded", "a is out"),
+    "dead": Incident("dead", "degraded", "a is down"),
     "hung": Incident("stalled", "degraded", "a has stalled"),
     "slow": Incident("slow", "degraded", "a takes"),
     "saturated": Incident("saturated long_wait", "busy degraded", "requests wait, the oldest for", 12.0),
     "client storm": Incident("client_errors", "busy", "clients' mistakes", 12.0, bad=True, stream=False),
-    "drained": Incident("drained", "busy", "a is drained"),
-    "refused reload": Incident("reload_refused", "degraded", "the fleet file was not taken over"),
+    "drained": Incident("drained", "well busy", "a is drained"),
+    "refused reload": Incident("reload_refused", "degraded", "the edited fleet file was rejected"),
     "stale report": Incident("stale_report", "busy", "the last report of a"),
-    "all down": Incident("all_down", "down", "a and b do not answer"),
+    "all down": Incident("all_down", "down", "a and b are down"),
     "tenant hog": Incident(
         "tenant_hog long_wait", "busy degraded", "tenant hog has|requests wait, the oldest for", 12.0,
         headers=b"x-tenant: hog\r\n",

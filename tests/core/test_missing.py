@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
@@ -41,14 +43,26 @@ def swept(scheduler: Scheduler, silent: list[Lease], now: float) -> list[int]:
 def test_answers_that_stand_count_if_the_engine_lacks_as_many(
     reported: int, counts: bool, streamed: bool
 ) -> None:
-    """One that is silent while its engine computes it, as tools are parsed whole, is nobody's fault."""
+    """One that is silent while its engine computes it, as tools are parsed whole, is nobody's fault.
+
+    An engine has ended a whole answer before it begins to send it.
+    """
     scheduler, streams = fleet(streamed=streamed)
-    for second in (3.0, 4.0):
-        scheduler.on_scrape("a", EngineSample(reported, 0, 0.1), second)
+    running = reported if streamed else reported - 6
+    for second in (3.5, 4.5):
+        scheduler.on_scrape("a", EngineSample(running, 0, 0.1), second)
         swept(scheduler, streams[:4], second + 0.1)
     (a, _) = scheduler.instances
     assert a.evidence.answers.doubted is counts
     assert [lease.judged for lease in streams] == [counts] * 4 + [False] * 6
+
+
+def test_an_answer_that_its_client_does_not_read_explains_what_is_missing() -> None:
+    """The engine has ended it; a stream beside it is silent while a tool call is parsed."""
+    scheduler, streams = fleet()
+    scheduler.on_scrape("a", EngineSample(9, 0, 0.1), 4.0)
+    at = {streams[0].id: math.inf, streams[1].id: 1.2}
+    assert not missing.still(scheduler.instances, lambda lease: at.get(lease.id, 4.1), 4.1)
 
 
 def test_streams_that_go_on_do_not_count_any_more() -> None:

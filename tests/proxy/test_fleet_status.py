@@ -316,6 +316,7 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
     ("failing", "at", "others", "expected"),
     [
         (["p"], "abc", 20, ("busy", [("client_errors", "")])),
+        ([f"p{n}" for n in range(40)], "a", 20, ("degraded", [("fails", "a")])),
         (["p"], "a", 20, ("degraded", [("fails", "a")])),  # it was nowhere else
         (["p", "q"], "abc", 20, ("degraded", [("fails", "a"), ("fails", "b"), ("fails", "c")])),
         (["p"], "abc", 0, ("degraded", [("fails", "a"), ("fails", "b"), ("fails", "c")])),
@@ -335,6 +336,31 @@ def test_failures_of_one_client_alone_say_nothing_of_the_servers(
                 fleet.scheduler.fleet.account().clients.lost(client_of(lost.request), each.incarnation)
     found = fleet.look()
     assert (found["state"], sorted(causes(found))) == expected
+
+
+def test_two_servers_that_fail_all_they_get_are_named_though_one_client_got_it_all() -> None:
+    fleet = Watched()
+    for name, client, outcome in (
+        ("a", "p", Outcome.UPSTREAM_ERROR), ("b", "p", Outcome.UPSTREAM_ERROR), ("c", "good", Outcome.OK),
+    ):  # fmt: skip
+        for _ in range(20):
+            one = ended(fleet.now, instance=name, client=client, outcome=outcome)
+            fleet.recent.finished(one)
+            if outcome is not Outcome.OK:
+                incarnation = fleet.scheduler.fleet.instances[name].incarnation
+                fleet.scheduler.fleet.account().clients.lost(client_of(one.request), incarnation)
+    found = fleet.look()
+    assert (found["state"], sorted(causes(found))) == ("degraded", [("fails", "a"), ("fails", "b")])
+
+
+def test_failures_of_many_sessions_are_counted_in_bounded_memory() -> None:
+    fleet = Watched()
+    for number in range(1000):
+        lost = ended(fleet.now, instance="a", client=f"c{number}", outcome=Outcome.UPSTREAM_ERROR)
+        fleet.recent.finished(lost)
+    share = fleet.recent.last(10.0, fleet.now).shares["a"]
+    assert share.failed == 1000
+    assert len(share.failures) < 20
 
 
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.http.http1 import ChunkedDecoder
-from hetlb.balancer.http.sse import MAX_HELD_BYTES, SseWatcher, usage_in_tail
+from hetlb.balancer.http.sse import MAX_HELD_BYTES, SseWatcher, is_answer, usage_in_tail
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
@@ -332,3 +332,17 @@ def test_what_passes_as_it_stands_is_what_a_closer_look_would_find(payloads: lis
     assert watcher.between
     assert (watcher.events, watcher.done, watcher.failed) == (events, False, False)
     assert watcher.completion_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        (rb'{"choices":[{"message":{"content":"\ud83d"}}]}', True),
+        (b'{"choices":[{"logprobs":{"top":[NaN, -Infinity]}}]}\n', True),
+        (b'{"choices":[{"message":{"content":"a part', False),
+        (b"<html>}", False),
+        (b'{"error":{"code":1},"choices":[]}', False),
+    ],
+)
+def test_what_a_strict_reader_refuses_may_be_an_answer_and_a_part_is_none(body: bytes, answers: bool) -> None:
+    assert is_answer(body) is answers

@@ -309,15 +309,18 @@ def of_refusals(recent: Recent, now: float) -> StateCause | None:
 def of_client(shares: Sequence[InstanceShare], clients: ClientAnswers) -> StateCause | None:
     """Take the failures of the one client that no instance answers out of `shares`, if others are answered.
 
-    Return its cause, None if there is no such client or it has few failures.
+    Return its cause, None if there is no such client, it has few failures, or one of its instances answers
+    no other client.
     """
     failures: dict[str, int] = {}
     for each in shares:
         add_counts(failures, each.failures)
     everywhere = [client for client in failures if clients.fails_everywhere(client)]
-    if len(everywhere) != 1 or all(each.failed == each.ended for each in shares):
+    if len(everywhere) != 1:
         return None
     [client] = everywhere
+    if any(each.failed == each.ended for each in shares if client in each.failures):
+        return None
     for each in shares:
         each.failures.pop(client, None)
     if failures[client] < LEAST_FAILED:

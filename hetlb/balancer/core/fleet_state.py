@@ -325,6 +325,8 @@ class FleetState:
             sample = instance.sample
             if not by_counters or (evidence.silence.counts(now) and sample is not None and sample.running):
                 changed = learning.watch(instance, tokens_at.get(instance.name), now) or changed
+            if evidence.silence.silent_since is None:
+                instance.speed.age(now)
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()

@@ -184,7 +184,6 @@ def watch(instance: Instance, token_at: float | None, now: float) -> bool:
     if evidence.silence.silent_since is not None:
         _stood(instance, evidence.silence.silent_since, now)
     else:
-        instance.speed.age(now)
         _try_more_slots(instance, now)
     if evidence.troubled is not troubled:
         instance.touched()
@@ -243,12 +242,12 @@ def learn_reading(instance: Instance, lease: Lease, now: float) -> None:
 
     Its prompt was read alone: none was unread as it was sent, and few tokens came since. No part of it was
     in a cache, so that no part has gone since. It waited for no slot and, as far as is known, for no memory.
-    A data sheet and an engine's history tell that speed better.
+    A data sheet and an engine's history tell that speed better. No adapter had to be loaded for it.
     """
     unread, known = lease.unread_tokens, instance.sample_at is not None or instance.capacity.kv_cache_tokens
     if not _LEAST_READ_TOKENS <= unread <= _MOST_READ_TOKENS or unread < lease.prompt_tokens:
         return
-    if instance.reading_since != lease.dispatched_at:
+    if instance.reading_since != lease.dispatched_at or instance.adapters is not None:
         return
     if instance.late_tokens > _MOST_LATE_SHARE * unread or instance.nominal is not DEFAULT_LATENCY:
         return

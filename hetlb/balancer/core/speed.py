@@ -197,7 +197,8 @@ class SpeedTracker:
         del readings[:-_READINGS]
         long_s = max([each[1] for each in readings]) / 2.0
         shown = [factor for factor, each_s in readings if each_s >= long_s]
-        self._least_reading, self._most_reading = min(shown), max(shown)
+        if len(shown) > 1:
+            self._least_reading, self._most_reading = min(shown), max(shown)
         self._doubt_at = now + _BELIEVED_S * 2.0 ** (len(readings) - 1)
         return self.reading != before
 

@@ -16,13 +16,13 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 
 #: Least number of answers in a stretch of time that is compared. There must be as many as run, too.
-_LEAST_ANSWERS: Final = 8
+_LEAST_ANSWERS: Final = 10
 #: Ratio of tokens computed to tokens of answers in a stretch: least and most of one process.
 _LEAST_RATIO: Final = 0.75
 _MOST_RATIO: Final = 1.33
 #: Stretches that agree, less the ones that do not; and scrapes in a row that fit. With both it is one
 #: process.
-_SURE: Final = 2
+_SURE: Final = 3
 _SURE_SCRAPES: Final = 4
 #: Most seconds between two scrapes for the later one to show little more than the earlier one.
 _NEAR_S: Final = 0.6

@@ -69,16 +69,17 @@ class Sweeper:
     def __init__(self, loop: AbstractEventLoop, sweep: Callable[[float], None], requests: Sized) -> None:
         """`sweep` is called each `SWEEP_S`, with its lateness in seconds. `requests` are the open ones."""
         self._loop, self._sweep, self._open, self._stalled_at = loop, sweep, requests, -math.inf
-        self._sweep_at = self._due = perf_counter() + SWEEP_S
+        self._sweep_at, self._due = loop.time() + SWEEP_S, perf_counter() + SWEEP_S
         self._timer = loop.call_later(SWEEP_S, self.fire)
 
     def fire(self) -> None:
         """Sweep if that is due. Set the timer to the next sweep; with open requests, to the next beat."""
-        late_s, clock = self._late_s(), perf_counter()
-        if sweeps := self._sweep_at - clock < BEAT_S / 10.0:  # a timer may come early
-            self._sweep_at = clock + SWEEP_S
-        self._due = min(self._sweep_at, clock + BEAT_S) if self._open else self._sweep_at
-        self._timer = self._loop.call_later(self._due - clock, self.fire)
+        late_s, now = self._late_s(), self._loop.time()
+        if sweeps := self._sweep_at - now < BEAT_S / 10.0:  # a timer may come early
+            self._sweep_at = now + SWEEP_S
+        wait_s = min(BEAT_S, self._sweep_at - now) if self._open else self._sweep_at - now
+        self._due = perf_counter() + wait_s
+        self._timer = self._loop.call_later(wait_s, self.fire)
         if sweeps:
             self._sweep(late_s)
 

@@ -515,13 +515,15 @@ def read_answer(body: bytes) -> AnswerFields | None:
 def is_answer(tail: bytes) -> bool:
     """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
 
-    If the body is longer than `tail`, its last byte alone decides.
+    If the body is longer than `tail`, its last byte alone decides. If a strict reader refuses it
+    (half an emoji, `NaN`), its choices and its last byte do.
     """
+    whole = tail.rstrip()[-1:] == b"}"
     if len(tail) >= TAIL_BYTES:
-        return tail.rstrip()[-1:] == b"}"
+        return whole
     try:
         fields = _object.decode(tail)
     except NOT_JSON:
-        return False
+        return whole and b'"choices"' in tail
     failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
     return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)

@@ -35,6 +35,9 @@ _STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
 #: Share of the largest lag kept from one sweep to the next; twenty of them are ten seconds.
 _LAG_KEPT: Final = 0.9
+#: Sessions of clients whose failures are counted apart, in one interval at one instance; all others.
+_MOST_SESSIONS: Final = 16
+_OTHER_SESSIONS: Final = " "
 _OK: Final = Outcome.OK
 _REFUSED: Final = Outcome.UPSTREAM_REFUSED
 #: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
@@ -191,7 +194,9 @@ class Recent:
         share = stretch.share(lease.instance)
         share.ended += 1
         if CAUSES[name] == "engine":
-            add_counts(share.failures, {session_of(record.request): 1})
+            session, known = session_of(record.request), share.failures
+            known_or_few = session in known or len(known) < _MOST_SESSIONS
+            add_counts(known, {session if known_or_few else _OTHER_SESSIONS: 1})
         share.prompt_tokens += record.prompt_tokens_total
         share.output_tokens += tokens
         if outcome is not _OK:

@@ -6,18 +6,18 @@ requests that the engine reports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from hetlb.balancer.core.evidence.silence import COUNTERS_STALE_S
+from hetlb.balancer.core.evidence.table import LEAST_SILENCE_S
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId
 
 #: Seconds that a request without a token may be on its way to its engine's counts.
 _ON_THE_WAY_S: Final = 1.0
-#: Seconds without a byte after which an answer that has begun stands still.
-_STILL_S: Final = 1.0
 
 
 def missing(instance: Instance, now: float) -> int:
@@ -35,25 +35,32 @@ def missing(instance: Instance, now: float) -> int:
 
 
 def still(instances: Sequence[Instance], token_at: Callable[[Lease], float], now: float) -> list[LeaseId]:
-    """Return the begun answers, on engines with missing requests, of which nothing came for some seconds."""
-    return [
-        lease.id
-        for instance in instances
-        if missing(instance, now)
-        for lease in instance.leases.values()
-        if lease.own and not lease.judged and lease.request.sequences == 1
-        if lease.first_token_at is not None
-        if now - token_at(lease) >= _STILL_S
-    ]
+    """Return the begun answers that stand still and are lost: their engines do not report them.
+
+    `token_at` is the time of the newest byte, infinite while the client does not read. An engine no longer
+    reports what it has ended: whole answers that have begun, and the answer of a client that does not read.
+    If these explain what is missing, no other answer is lost.
+    """
+    found: list[LeaseId] = []
+    for instance in instances:
+        if not (unreported := missing(instance, now)):
+            continue
+        lost: list[LeaseId] = []
+        for lease in instance.leases.values():
+            if not lease.own or lease.first_token_at is None or lease.request.sequences != 1:
+                continue
+            newest_at = token_at(lease)
+            if now - newest_at >= LEAST_SILENCE_S and not lease.judged:
+                lost.append(lease.id)
+            elif newest_at == math.inf or not lease.request.streamed or lease.judged:
+                unreported -= 1
+        if len(lost) <= unreported:
+            found += lost
+    return found
 
 
 def count(fleet: FleetState, leases: Sequence[LeaseId], now: float) -> None:
-    """Count answers that stand still as lost ones: at each engine as many as it has lost.
-
-    `leases` are the answers found by `still`.
-    """
+    """Count the answers found by `still` as lost ones."""
     for instance in list(fleet.instances.values()):
-        lost = [instance.leases[each] for each in leases if each in instance.leases]
-        if lost and len(lost) <= missing(instance, now):
-            for lease in lost:
-                fleet.account().lost(instance, lease, now)
+        for lease in [instance.leases[each] for each in leases if each in instance.leases]:
+            fleet.account().lost(instance, lease, now)
