@@ -39,7 +39,8 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     """Return the part `believes` of an instance's document.
 
     `tokens_per_s` are weighted tokens at the mean request. `speed.factor` multiplies the times of its
-    profile (or the default); `age_s` is the age of the newest evidence, None without any;
+    profile (or the default), `speed.reading_factor` the times of prompts; `age_s` is the age of the newest
+    evidence, None without any;
     `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
     """
     speed, latency, sample = instance.speed, instance.latency, instance.sample
@@ -55,9 +56,10 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
     slots_at = instance.slots_learnt_at if slots is learnt else None
     count = instance.slots_learnt if slots is learnt and instance.slots_learnt else instance.max_num_seqs
     seen_at = speed.seen_at if model is learnt else None
+    factors = {"factor": speed.factor, "reading_factor": speed.reading}
     return {
         "max_num_seqs": _belief(count, slots, slots_at, now, 0.8),
-        "speed": {**_belief(tokens_per_s, model, seen_at, now, speed.confidence), "factor": speed.factor},
+        "speed": _belief(tokens_per_s, model, seen_at, now, speed.confidence) | factors,
         "kv_cache_tokens": _belief(instance.kv_cache_tokens, kv, kv_at, now, 1.0),
         "host": {**_belief(latency.host_s, host, None, now, 1.0), "request_s": latency.request_s},
     }
