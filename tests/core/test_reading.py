@@ -35,6 +35,8 @@ def tracker(factor: float) -> SpeedTracker:
         ([(SLOW, 1.0), (3.0, 1.0)], 2.0),  # they disagree: one waited for something else
         ([(0.5, 1.0), (0.8, 1.0)], 0.8),
         ([(3.0, 1.0), (3.0, 1.0)], 2.0),
+        ([(SLOW, 1.0), (SLOW, 1.0), (2.0, 4.0)], 2.0),  # a longer one was read in its time
+        ([(SLOW, 1.0), (SLOW, 1.0), (15.0, 4.0)], 15.0),
         ([(1e6, 1.0), (1e6, 1.0)], 64.0),
     ],
 )

@@ -106,6 +106,7 @@ def clients(monkeypatch: pytest.MonkeyPatch) -> Clients:
     """Clients of a proxy with small bounds: they are reached soon."""
     monkeypatch.setattr(predictor, "MOST_TENANTS", 64)
     monkeypatch.setattr(counters, "MAX_ACCOUNTS", 64)
+    monkeypatch.setattr(counters, "_BATCH_VALUES", 64)
     monkeypatch.setattr(fair_shares, "_IDLE_TENANTS", 64)
     monkeypatch.setattr(of_clients, "_MOST_CLIENTS", 64)
     monkeypatch.setattr(kinds, "_MOST_KINDS", 64)

@@ -37,11 +37,6 @@ class AdapterSlots:
         """Adapters in slots, the least recently used first."""
         return tuple(self._used)
 
-    @property
-    def scarce(self) -> bool:
-        """True if it has fewer slots than adapters."""
-        return self.slots < len(self.names)
-
     def begin(self, name: str) -> None:
         """Count a dispatched request for an adapter. Without an adapter nothing changes."""
         if name in self.names:

@@ -59,7 +59,8 @@ class Instance:
         "incoming", "kind", "kv_cache_tokens", "kv_excess_tokens", "kv_need", "kv_prompt_tokens", "kv_tokens",
         "last_occupancy", "late_tokens", "latency", "leads_back", "leases", "leaves_at",
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "pending_prompt_tokens",
-        "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "reading_since",
+        "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "reading_factor",
+        "reading_since",
         "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences", "served", "sleep",
         "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
         "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
@@ -88,6 +89,8 @@ class Instance:
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)
+        #: Factor in force for the model's times of reading.
+        self.reading_factor = 1.0
         self.kind = EngineKind((self.latency, 0, 0, 0, 1, False))
         self.capacity = Capacity()
         #: Kind of its engine, "" while unknown. Data-parallel engines behind its URL: each has `1 / engines`
@@ -251,7 +254,7 @@ class Instance:
 
     def take_speed(self) -> None:
         """Scale the latency model by the factor of the speed tracker."""
-        factor = self.speed.factor
+        factor, self.reading_factor = self.speed.factor, self.speed.reading
         self.latency = self.speed.apart(self.nominal if factor == 1.0 else self.nominal.scaled(factor))
         self.touched()
         self.changed()

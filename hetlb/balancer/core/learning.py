@@ -55,7 +55,7 @@ def take_spec(instance: Instance, spec: InstanceSpec, now: float) -> None:
     if spec.latency is not None:
         instance.exploring = None
     instance.nominal = instance.latency = spec.latency or DEFAULT_LATENCY
-    instance.speed = SpeedTracker(instance.profiled, now)
+    instance.speed, instance.reading_factor = SpeedTracker(instance.profiled, now), 1.0
     instance.touched()
     instance.sample_mark = instance.slot_times = None
     for lease in instance.leases.values():

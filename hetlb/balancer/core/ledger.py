@@ -84,7 +84,7 @@ class Ledger:
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
         lease.forecast_step_s = forecast.step_s
         lease.waited_s = ctx.waited_s
-        lease.expected_first_s = forecast.first_token_s / instance.speed.reading
+        lease.expected_first_s = forecast.first_token_s / instance.reading_factor
         lease.beside = forecast.load.batch > 0.0
         instance.acquire(lease)
         for journal in self.journals:

@@ -356,8 +356,6 @@ class Placement:
 
                 self.adapter_load = AdapterLoadTime(self.policy.params.adapter_load_s)
             ctx.adapter_load_s = self.adapter_load.seconds
-            slots = [each.adapters for each in fleet.instances.values()]
-            ctx.displaces = any(each is not None and each.scarce for each in slots)
         return ctx
 
     def _as_running(self, request: Request, predicted: float, long: float) -> tuple[bool, float]:

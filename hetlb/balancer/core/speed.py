@@ -199,6 +199,9 @@ class SpeedTracker:
         shown = [factor for factor, each_s in readings if each_s >= long_s]
         if len(shown) > 1:
             self._least_reading, self._most_reading = min(shown), max(shown)
+        elif self._least_reading > 0.0:
+            least, most_shown = min(self._least_reading, shown[0]), max(self._most_reading, shown[0])
+            self._least_reading, self._most_reading = least, most_shown
         self._doubt_at = now + _BELIEVED_S * 2.0 ** (len(readings) - 1)
         return self.reading != before
 

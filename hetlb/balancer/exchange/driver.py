@@ -135,6 +135,8 @@ class Driver:
 
     def submit(self, exchange: Exchange) -> None:
         self.exchanges[exchange.record.request.id] = exchange
+        if len(self.exchanges) == 1:
+            self.sweeper.fire()
         try:
             self.scheduling.submit(exchange.record)
         except Refusal as refusal:

@@ -6,7 +6,6 @@ import math
 import random
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sized
-from time import perf_counter
 from typing import Final
 
 from hetlb.balancer.core.rate import RecentRate
@@ -69,7 +68,7 @@ class Sweeper:
     def __init__(self, loop: AbstractEventLoop, sweep: Callable[[float], None], requests: Sized) -> None:
         """`sweep` is called each `SWEEP_S`, with its lateness in seconds. `requests` are the open ones."""
         self._loop, self._sweep, self._open, self._stalled_at = loop, sweep, requests, -math.inf
-        self._sweep_at, self._due = loop.time() + SWEEP_S, perf_counter() + SWEEP_S
+        self._sweep_at = self._due = loop.time() + SWEEP_S
         self._timer = loop.call_later(SWEEP_S, self.fire)
 
     def fire(self) -> None:
@@ -78,7 +77,8 @@ class Sweeper:
         if sweeps := self._sweep_at - now < BEAT_S / 10.0:  # a timer may come early
             self._sweep_at = now + SWEEP_S
         wait_s = min(BEAT_S, self._sweep_at - now) if self._open else self._sweep_at - now
-        self._due = perf_counter() + wait_s
+        self._due = now + wait_s
+        self._timer.cancel()
         self._timer = self._loop.call_later(wait_s, self.fire)
         if sweeps:
             self._sweep(late_s)
@@ -93,7 +93,8 @@ class Sweeper:
 
     def _late_s(self) -> float:
         """Return how late the timer is by now, in seconds; note a standstill."""
-        late_s = max(0.0, perf_counter() - self._due)
+        now = self._loop.time()
+        late_s = max(0.0, now - self._due)
         if late_s > STALL_S:
-            self._stalled_at = self._loop.time()
+            self._stalled_at = now
         return late_s

@@ -7,6 +7,7 @@ order mark. At most `MAX_HELD_BYTES` of an unfinished event are held. Unknown co
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
@@ -512,18 +513,25 @@ def read_answer(body: bytes) -> AnswerFields | None:
     return fields if fields.choices and not fields.error else None
 
 
+def _lax_has_choices(body: bytes) -> bool:
+    """Return True if a lax reader finds choices in a body that a strict one refuses."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and bool(document.get("choices"))
+
+
 def is_answer(tail: bytes) -> bool:
     """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
 
-    If the body is longer than `tail`, its last byte alone decides. If a strict reader refuses it
-    (half an emoji, `NaN`), its choices and its last byte do.
+    If the body is longer than `tail`, its last byte alone decides. Half an emoji and `NaN` are no faults.
     """
-    whole = tail.rstrip()[-1:] == b"}"
     if len(tail) >= TAIL_BYTES:
-        return whole
+        return tail.rstrip()[-1:] == b"}"
     try:
         fields = _object.decode(tail)
     except NOT_JSON:
-        return whole and b'"choices"' in tail
+        return _lax_has_choices(tail)
     failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
     return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)

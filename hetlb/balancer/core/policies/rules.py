@@ -39,6 +39,19 @@ def keep_together(ctx: SchedulingContext, sights: Sequence[Sight], there: Sight,
             each.limit, each.state = limit, HELD
 
 
+# --- LoRA adapters that take each other's slots ---
+
+
+def displaces(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
+    """Return True if a request's LoRA adapter would take the slot of another one at some instance."""
+    if ctx.adapter_load_s > 0.0:
+        for each in sights:
+            adapters = each.instance.adapters
+            if adapters is not None and adapters.cost_s(ctx.request.model, 1.0, 0.0) > 1.0:
+                return True
+    return False
+
+
 # --- the end of a burst: no more requests come, so what waits is all that the instances will have to do ---
 
 
@@ -48,7 +61,7 @@ def end_burst(ctx: SchedulingContext, sights: Sequence[Sight], todo: float, hold
     `sights` are in the order of speed. The first one has a forecast. A request is not sent elsewhere for the
     end of all work if LoRA adapters take each other's slots: each load makes the end later.
     """
-    hold = hold and not ctx.displaces
+    hold = hold and not displaces(ctx, sights)
     unread, cached, long_s = 0.0, 0.0, sights[0].long_s
     for each in sights:
         unread += each.seen.unread
@@ -72,7 +85,7 @@ def leave_unread(ctx: SchedulingContext, sights: list[Sight], hold: bool) -> lis
     prompt that is mostly cached goes to its cache. If LoRA adapters take each other's slots, requests go to
     their adapters: unread prompts there wait for slots of adapters, and are read soon after.
     """
-    hold = hold and not ctx.displaces
+    hold = hold and not displaces(ctx, sights)
     for each in sights:
         if not hold or (each.state == ROOM and each.seen.empty):
             return sights

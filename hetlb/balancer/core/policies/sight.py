@@ -44,7 +44,7 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "answer_s", "booked", "burst", "demand", "displaces", "goes_on", "half_output",
+        "adapter_load_s", "answer_s", "booked", "burst", "demand", "goes_on", "half_output",
         "held", "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
         "predicted_output", "prompt", "prompts", "request", "restraints", "shares", "unread", "waited_s",
         "waiting",
@@ -75,8 +75,8 @@ class SchedulingContext:
         self.restraints: dict[str, str] | None = None
         #: Most tokens of its prompt that an instance holds, and mean prompt tokens that wait on an instance.
         self.most_cached = self.unread = 0.0
-        #: Seconds to load the request's adapter, 0 without one; True if adapters take each other's slots.
-        self.adapter_load_s, self.displaces = 0.0, False
+        #: Seconds to load the request's adapter, 0 without one.
+        self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
         #: Tokens that a KV cache is to hold of each answer at least, while lengths are unknown.
