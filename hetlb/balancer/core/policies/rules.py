@@ -43,13 +43,14 @@ def keep_together(ctx: SchedulingContext, sights: Sequence[Sight], there: Sight,
 
 
 def displaces(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
-    """Return True if a request's LoRA adapter would take the slot of another one at some instance."""
-    if ctx.adapter_load_s > 0.0:
-        for each in sights:
-            adapters = each.instance.adapters
-            if adapters is not None and adapters.cost_s(ctx.request.model, 1.0, 0.0) > 1.0:
-                return True
-    return False
+    """Return True for a LoRA adapter if more of them have requests than some instance has slots."""
+    if ctx.adapter_load_s <= 0.0:
+        return False
+    slots = [each.instance.adapters for each in sights if each.instance.adapters is not None]
+    asked = {ctx.request.model}
+    for each in slots:
+        asked.update(each.count())
+    return any(each.slots < len(asked) for each in slots)
 
 
 # --- the end of a burst: no more requests come, so what waits is all that the instances will have to do ---
