@@ -284,6 +284,7 @@ class _Work:
     ) -> None:
         self._job, self._name, self._engines, self._runner = job, name, engines, runner
         self._url, self._pids = url, pids
+        self._rates: dict[str, float] = {}
         self._warm = False
 
     def one(self, traffic: Traffic) -> dict[str, Any]:
@@ -323,9 +324,12 @@ class _Work:
         return row
 
     def _full_rps(self, kind: str) -> float:
-        """Requests per second of a kind while all engines are full, 0.0 if that is not known."""
+        """Requests per second of a kind while all engines are full, simulated once; 0.0 if not known."""
         fleet = self._job.fleet
-        return 0.0 if fleet.real else fleet.requests_per_s(rows_for(fleet.lengths, kind))
+        if kind not in self._rates:
+            rows = rows_for(fleet.lengths, kind)
+            self._rates[kind] = 0.0 if fleet.real else fleet.requests_per_s(rows)
+        return self._rates[kind]
 
     def _send(self, label: str, count: int, rate: float, traffic: Traffic | None = None) -> dict[str, Any]:
         """Same arrivals and lengths for every router of a round, prompts of its own for each run."""

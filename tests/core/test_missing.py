@@ -43,7 +43,7 @@ def swept(scheduler: Scheduler, silent: list[Lease], now: float) -> list[int]:
 def test_answers_that_stand_count_if_the_engine_lacks_as_many(
     reported: int, counts: bool, streamed: bool
 ) -> None:
-    """One that is silent while its engine computes it, as tools are parsed whole, is nobody's fault.
+    """One that is silent while its engine computes it, as tools are parsed whole, is no fault.
 
     An engine has ended a whole answer before it begins to send it.
     """

@@ -40,8 +40,8 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
 
     `tokens_per_s` are weighted tokens at the mean request. `speed.factor` multiplies the times of its
     profile (or the default), `speed.reading_factor` the times of prompts; `age_s` is the age of the newest
-    evidence, None without any;
-    `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
+    evidence, None without any; `confidence` 0 to 1. `host` are seconds of the host for each step, `value`,
+    and for each request.
     """
     speed, latency, sample = instance.speed, instance.latency, instance.sample
     slots, model, learnt = slots_source(instance), speed_source(instance), BeliefSource.LEARNT

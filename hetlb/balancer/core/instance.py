@@ -60,11 +60,10 @@ class Instance:
         "last_occupancy", "late_tokens", "latency", "leads_back", "leases", "leaves_at",
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "pageless", "pending_prompt_tokens",
         "profiled", "promised_tokens", "prompt_tokens", "prompts_alone", "ranks", "reading_factor",
-        "reading_since",
-        "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences", "served", "sleep",
-        "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at", "slots_pause_s",
-        "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree", "twin",
-        "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
+        "reading_since", "refused_at", "removed", "sample", "sample_at", "sample_mark", "sequences",
+        "served", "sleep", "sleep_at", "slot_times", "slotless", "slots_learnt", "slots_learnt_at",
+        "slots_pause_s", "slots_step", "spec", "speed", "stated_sequences", "steps", "token_budget", "tree",
+        "twin", "unhealthy", "unread_sequences", "waiting_seen", "work_ns",
     )  # fmt: skip
 
     def __init__(

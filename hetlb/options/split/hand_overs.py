@@ -126,7 +126,7 @@ class HandOvers(Splitting):
         """Book both legs of a request; return the lease of the prefill, which names the other."""
         request, now, ledger = ctx.request, ctx.now, self._ledger
         lease = ledger.grant(request, source, 1.0, nearest(choice.work_s * 1e9), now)
-        lease.expected_first_s = prefill.forecast.first_token_s / source.speed.reading
+        lease.expected_first_s = prefill.forecast.first_token_s / source.reading_factor
         decode_ns = nearest(choice.decode_work_s * 1e9)
         decode = ledger.grant(request, target, ctx.predicted_output, decode_ns, now)
         decode.unread_tokens, decode.waited_s = 1, ctx.waited_s

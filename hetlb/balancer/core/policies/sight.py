@@ -44,8 +44,8 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "answer_s", "booked", "burst", "demand", "goes_on", "half_output",
-        "held", "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
+        "adapter_load_s", "answer_s", "booked", "burst", "demand", "goes_on", "half_output", "held",
+        "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
         "predicted_output", "prompt", "prompts", "request", "restraints", "shares", "unread", "waited_s",
         "waiting",
     )  # fmt: skip
