@@ -24,9 +24,11 @@ from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
 from hetlb.balancer.admin import prometheus
+from hetlb.balancer.admin.beliefs import reported
 from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.core.facts import CapacityLearned, EngineSample, InstanceRemoved, SleepSet
-from hetlb.balancer.core.types import CAUSES, Capacity, Outcome
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
+from hetlb.balancer.core.types import CAUSES, Capacity, Health, Outcome
 from hetlb.balancer.exchange.driver_timers import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import FINE_MS, ITL_S, MAX_MODELS, GapHistogram, Histogram, Totals
@@ -402,6 +404,23 @@ def test_gauges_say_what_the_scheduler_believes() -> None:
     assert value(found, "hetlb_log_lost_lines_total") == 7
     # What was never reported has no series.
     assert len(found["hetlb_instance_kv_reported_ratio"].samples) == 1
+
+
+def test_a_server_that_is_down_reports_nothing() -> None:
+    """Its last figures stood for hours: "KV cache 97 %" of a server that was gone."""
+    about = source(1)
+    down = about.scheduler.instances[0]
+    down.evidence.health.state = Health.EJECTED
+    gauges = [
+        f"hetlb_instance_{name}" for name in ("kv_reported_ratio", "reported_running", "reported_waiting")
+    ]
+    assert all(written(about)[name].samples for name in gauges)
+    assert reported(down, 10.0 + SIGNAL_STALE_S) is down.sample
+    cast(Any, about).now = lambda: 10.5 + SIGNAL_STALE_S
+    assert not any(written(about)[name].samples for name in gauges)
+    assert value(written(about), "hetlb_instance_signal_age_seconds", server="node-000") == 5.5
+    down.evidence.health.state = Health.UP
+    assert value(written(about), "hetlb_instance_kv_reported_ratio", server="node-000") == 0.25
 
 
 def test_the_oldest_in_the_queue() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from hetlb.balancer.admin.beliefs import believed
+from hetlb.balancer.admin.beliefs import believed, reported
 from hetlb.balancer.admin.fleet_status import lasting, pools, status
 from hetlb.balancer.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.core.instance import Instance
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
-    sample = instance.sample
+    sample = reported(instance, now)
     return {
         "name": instance.name,
         "url": instance.spec.url,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+from hetlb.balancer.core.facts import EngineSample
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
+from hetlb.balancer.core.types import Health
 
 
 class BeliefSource(StrEnum):
@@ -15,6 +18,15 @@ class BeliefSource(StrEnum):
     MEASURED = "measured"
     LEARNT = "learnt"
     ASSUMED = "assumed"
+
+
+def reported(instance: Instance, now: float) -> EngineSample | None:
+    """Return the last report of an engine, or None if its server is down and the report is stale.
+
+    A server that is up keeps its last report: an idle one is asked seldom.
+    """
+    stale = instance.sample_at is None or now - instance.sample_at > SIGNAL_STALE_S
+    return None if stale and instance.evidence.health.state is Health.EJECTED else instance.sample
 
 
 def slots_source(instance: Instance) -> BeliefSource:

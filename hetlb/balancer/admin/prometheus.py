@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 import hetlb
-from hetlb.balancer.admin.beliefs import BeliefSource, slots_source
+from hetlb.balancer.admin.beliefs import BeliefSource, reported, slots_source
 from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.types import CAUSES, AdminState, Health
 from hetlb.balancer.fleet.service import WorkerState
@@ -281,11 +281,12 @@ def _instances(source: FleetService, now: float) -> Iterator[Family]:
         "hetlb_instance_slots_assumed",
         [(label, slots_source(each) is BeliefSource.ASSUMED) for label, each in of],
     )
-    reported = [(label, each.sample) for label, each in of if each.sample is not None]
-    yield "hetlb_instance_kv_reported_ratio", [(label, each.kv_usage) for label, each in reported]
-    yield "hetlb_instance_kv_reported_max_ratio", [(label, each.kv_usage_max) for label, each in reported]
-    yield "hetlb_instance_reported_running", [(label, each.running) for label, each in reported]
-    yield "hetlb_instance_reported_waiting", [(label, each.waiting) for label, each in reported]
+    samples = [(label, reported(each, now)) for label, each in of]
+    reports = [(label, sample) for label, sample in samples if sample is not None]
+    yield "hetlb_instance_kv_reported_ratio", [(label, each.kv_usage) for label, each in reports]
+    yield "hetlb_instance_kv_reported_max_ratio", [(label, each.kv_usage_max) for label, each in reports]
+    yield "hetlb_instance_reported_running", [(label, each.running) for label, each in reports]
+    yield "hetlb_instance_reported_waiting", [(label, each.waiting) for label, each in reports]
     yield (
         "hetlb_instance_signal_age_seconds",
         [(label, now - each.sample_at) for label, each in of if each.sample_at is not None],
