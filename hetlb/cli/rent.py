@@ -76,7 +76,7 @@ def plan_once(
     table = make_table(market, measured, rows=rows, count=args.workloads, seed=args.seed)
 
     def until(share: float) -> SolveLimits:
-        return replace(limits, deadline=limits.deadline - (1.0 - share) * args.time_limit)
+        return replace(limits, deadline=args.began_s + share * args.time_limit)
 
     def bound(best: float, bound: float) -> None:
         progress.at(f"planning: best {best:.5g}, bound {bound:.5g}")

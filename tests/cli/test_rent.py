@@ -14,8 +14,9 @@ import yaml
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
-from hetlb.tools.plan.highs import Interrupt
+from hetlb.tools.plan.highs import INFINITY, Interrupt
 from hetlb.tools.plan.market import load_market
+from hetlb.tools.plan.rent_search import PlanSearch
 
 MARKETS = Path(__file__).parents[2] / "configs" / "markets"
 TOY = str(MARKETS / "toy.yaml")
@@ -90,6 +91,19 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["simulated"] is None
     names = [name.split(" (")[0] for name in document["baselines"]]
     assert {"homogeneous", "uniform composition", "one TP for all", "round robin over the plan"} <= set(names)
+
+
+def test_no_limit_of_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+
+    def search(*arguments: Any) -> PlanSearch:
+        deadlines.append(arguments[2].deadline)
+        return PlanSearch(*arguments)
+
+    monkeypatch.setattr("hetlb.cli.rent.PlanSearch", search)
+    assert main(["rent", "--config", TOY, "--time-limit", "inf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost_per_hour"] == 8.0
+    assert deadlines == [INFINITY]
 
 
 def test_an_enumerated_market(

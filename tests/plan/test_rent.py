@@ -265,7 +265,7 @@ def test_decomposition_and_one_program_bound_each_other() -> None:
     assert direct.throughput <= plan.bound * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("looks", [0.0, 300.0, 1000.0])
+@pytest.mark.parametrize("looks", [0.0, 300.0, 1000.0, INFINITY])
 def test_a_decomposition_without_a_plan_leaves_one_program_time_and_the_same_end(
     monkeypatch: pytest.MonkeyPatch, looks: float
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_decomposition_without_a_plan_leaves_one_program_time_and_the_same_end
     with pytest.raises(PlanError, match="no plan"):
         decompose.solve(many_models(4), SolveLimits(deadline=looks, clock=lambda: float(next(clock))))
     assert ends[-1] == looks
-    assert ends[0] <= looks / 3
+    assert ends[0] <= min(looks / 3, 100.0)
     assert left[-1] >= looks / 5
 
 

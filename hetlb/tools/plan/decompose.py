@@ -32,8 +32,9 @@ from hetlb.tools.plan.rent_program import (
 )
 from hetlb.tools.plan.rent_program import solve as solve_directly
 
-#: Share of the time in which one program may solve it. Of few models or GPUs it does, and better.
-_ONE_PROGRAM_SHARE = 0.25
+#: Share of the time in which one program may solve it, and the most seconds. Of few models or GPUs it does,
+#: and better.
+_ONE_PROGRAM_SHARE, _ONE_PROGRAM_S = 0.25, 60.0
 #: Relative gap of the small programs, at first and at the finest. Their bounds prove the result, not their
 #: solutions.
 _COARSEST_GAP = 0.1
@@ -48,6 +49,8 @@ _RATE_TOLERANCE = 1e-5
 _KEPT_SHARE = 0.8
 #: Rates of the next rounds, as shares of the way from plan to bound, while neither changes.
 _LOOK_SHARES = (0.65, 0.4, 0.2)
+#: Rounds in which neither changes, after which neither is expected to.
+_MOST_STUCK = 30
 #: Small programs are solved side by side, in threads: the solver works without the interpreter's lock.
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -125,10 +128,10 @@ class Decomposition:
         self.reached = 0.0
 
     def run(self) -> None:
-        """Run rounds of prices until the limits are reached."""
+        """Run rounds of prices until the limits are reached, or many rounds change nothing."""
         stuck, first = 0, self._limits.within(_FIRST_SHARE * self._limits.left_s)
         with ThreadPoolExecutor(_THREADS) as pool:
-            while self.bound > self.reached * (1.0 + self._limits.gap):
+            while stuck < _MOST_STUCK and self.bound > self.reached * (1.0 + self._limits.gap):
                 limits = self._limits if self.counts else first
                 if limits.over:
                     break
@@ -204,7 +207,7 @@ def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None 
     """
     if len(problem.models) < 2 or problem.request_rate is not None:
         return solve_directly(problem, limits, on_progress)
-    first, start = limits.within(_ONE_PROGRAM_SHARE * limits.left_s), None
+    first, start = limits.within(min(_ONE_PROGRAM_SHARE * limits.left_s, _ONE_PROGRAM_S)), None
     try:
         start = solve_directly(problem, first, on_progress)
     except PlanError:
