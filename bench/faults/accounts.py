@@ -534,14 +534,19 @@ decode: {k5: 1.0e-9, k6: 1.0e-6, k7: 0.0, k8: 0.1}
 
 
 class Incident:
-    """An incident: causes of which one must lead, states, words of its sentence, load in requests/s."""
+    """An incident: causes of which one must lead, states, words of its sentence, load in requests/s.
 
-    def __init__(self, leads: str, states: str, words: str, rate: float = 1.5, **how: Any) -> None:
+    It is looked for after `known_s`, and after a minute.
+    """
+
+    def __init__(
+        self, leads: str, states: str, words: str, rate: float = 1.5, known_s: float = 5.0, **how: Any
+    ) -> None:
         self.leads, self.states, self.words = leads.split(), states.split(), words.split("|")
-        self.rate, self.how = rate, how
+        self.rate, self.known_s, self.how = rate, known_s, how
 
     async def run(self, name: str) -> None:
-        """Look 5 s and 60 s after it began, in status, metrics, the page's stream and `top`."""
+        """Look twice after it began, in status, metrics, the page's stream and `top`."""
         engines = [await Engine(places=8).start() for _ in range(2)]
         for each in engines:
             each.pace_s = _SLOW_PACE_S
@@ -554,7 +559,7 @@ class Incident:
                 await asyncio.sleep(10.0)
                 loads = [load, *await self.begin(name, engines, serve)]
                 began = time.monotonic()
-                for at in (5.0, 60.0):
+                for at in (self.known_s, 60.0):
                     await asyncio.sleep(began + at - time.monotonic())
                     await self.look(name, at, serve)
                 for task in loads:
@@ -607,7 +612,7 @@ class Incident:
     def said(self, text: str) -> bool:
         """Return True if the first words of a text are a state of it, and its sentence is there."""
         flat = " ".join(text.split())
-        return flat.startswith(tuple(self.states)) and any(each in flat for each in self.words)
+        return flat.startswith(tuple(self.states)) and any(each in flat.lower() for each in self.words)
 
 
 INCIDENTS: dict[str, Incident] = {
@@ -618,7 +623,7 @@ INCIDENTS: dict[str, Incident] = {
     "client storm": Incident("client_errors", "busy", "clients' mistakes", 12.0, bad=True, stream=False),
     "drained": Incident("drained", "well busy", "a is drained"),
     "refused reload": Incident("reload_refused", "degraded", "the edited fleet file was rejected"),
-    "stale report": Incident("stale_report", "busy", "the last report of a"),
+    "stale report": Incident("stale_report", "busy", "the last report of a", known_s=35.0),
     "all down": Incident("all_down", "down", "a and b are down"),
     "tenant hog": Incident(
         "tenant_hog long_wait", "busy degraded", "tenant hog has|requests wait, the oldest for", 12.0,

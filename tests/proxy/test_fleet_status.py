@@ -209,6 +209,10 @@ def test_a_drained_server_is_no_trouble_and_is_said() -> None:
     assert (fleet.look()["state"], causes(fleet.look())) == ("well", [("drained", "a")])
     assert fleet.look()["sentence"].startswith("2 of 3 servers")
     assert fleet.look()["advice"] == "a is drained. Set a ready when it may serve again."
+    fleet.arrive(15)  # of 16 slots
+    assert fleet.look()["state"] == "busy"
+    assert fleet.look()["advice"].startswith("Little room is left (slots")
+    assert fleet.look()["advice"].endswith(". a is drained. Set a ready when it may serve again.")
 
 
 def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:

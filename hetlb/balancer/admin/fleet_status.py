@@ -217,14 +217,17 @@ def _of_model(
     lacking = 0 if capacity is None else math.ceil(len(able) * (load - 1.0))
     causes = _causes_of(scheduler, model, instances, able, entries, recent, now, lacking)
     state = worst(causes)
-    if state is State.WELL and load >= BUSY_LOAD:
-        state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
-    elif causes:
+    little = state is State.WELL and load >= BUSY_LOAD
+    if causes:
         from hetlb.balancer.admin.rare_causes import headline
 
         advice = headline(causes, waiting)
+        advice = f"Little room is left ({limited_by}). {advice}" if little else advice
+    elif little:
+        advice = f"Little room is left ({limited_by}): plan for another server."
     else:
         advice = _when_well(able, served, load)
+    state = State.BUSY if little else state
     return ModelStatus(
         model, state, load, served, capacity, limited_by, headroom, advice, total, len(able), causes
     )
