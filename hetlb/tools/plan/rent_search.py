@@ -4,8 +4,9 @@ The program knows of each configuration what was measured: each type alone, the 
 earlier plans. In between it interpolates, so that what a plan promises is not what it serves. Every plan is
 therefore measured, and the answer is the best measured one of all rounds. An instance may serve less of a
 mix than by turns, which no linear program describes: a program may miss a plan of fewer offers that is
-better. So each part of the market is planned by itself, too, with and without pipelines: offers that are
-taken away leave parts that were planned already, and an offer that no best plan rents changes nothing.
+better. So each part of the market is planned by itself, too, with and without pipelines, with one degree, and
+with the budget divided evenly: offers that are taken away leave parts that were planned already, and an offer
+that no best plan rents changes nothing.
 """
 
 from __future__ import annotations
@@ -143,14 +144,13 @@ class PlanSearch:
         self._take(self.best_of(whole, required=True))
         best: MeasuredPlan | None = None
         for part in _parts(whole):
-            for informed in (False, True):
-                found = self.best_of(part, informed=informed)
+            simple = (*by_degree(part).values(), uniform(part))
+            for problem, informed in ((part, False), (part, True), *((each, False) for each in simple)):
+                found = self.best_of(problem, informed=informed)
                 if found is None or (closed and _gpus(part, found.plan.counts) != _gpus(part)):
                     continue
                 best = better(whole, best, found)
                 self._take(found)
-        for each in (*by_degree(whole).values(), uniform(whole)):
-            best = better(whole, best, self.best_of(each))
         self.best = best or self.best
 
     def best_of(
@@ -332,8 +332,7 @@ def _parts(problem: Problem) -> Iterator[Problem]:
             continue
         for chosen in combinations(gpus, size):
             part = replace(problem, configurations=tuple(c for c in every if set(c.gpus) <= set(chosen)))
-            yield part
-            yield without_pipelines(part)
+            yield from (each for each in (part, without_pipelines(part)) if each.configurations)
 
 
 def _bound(problem: Problem, limits: SolveLimits) -> float:
