@@ -325,7 +325,10 @@ def _later(attempt: Plain, step: Callable[[], None]) -> None:
 
 
 def resumption(driver: Driver) -> Callable[[Kind, Call, EngineRequest], Resumable]:
-    """Return the factory of the makers that requests with resumable answers get."""
+    """Return what makes, for one request, the `Resumable` that continues its answer at another engine.
+
+    All of them share what is kept, and which engines died.
+    """
     kept, deaths = Kept(), Deaths()
     return lambda kind, call, outgoing: Resumable(driver, kept, deaths, kind, call, outgoing)
 

@@ -120,7 +120,7 @@ class BatchJournal:
         return True
 
     def answered(self, job: BatchJob, status: int, request_id: str, body: bytes) -> bool:
-        """Write the answer of a server; True if it is none of an error."""
+        """Write a server's response to the output file. Return False if it is an error."""
         good, raw = status < 300, body[:2000].decode(errors="replace")
         try:
             document: Any = msgspec.json.decode(body)

@@ -269,7 +269,10 @@ class Evidence:
         return self.why(now) or self.room.short_of(max_num_seqs, max_num_seqs, now)
 
     def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
-        """Return why it may take no more now, "" if it may; `doubt`: trials count, too."""
+        """Return why the instance may take no further request now, or "" if it may.
+
+        Without `doubt` only its room counts, not what it is held back for.
+        """
         if doubt and self.held(now):
             return self.why(now)
         return self.room.short_of(sequences + 1, max_num_seqs, now)
